@@ -1,0 +1,106 @@
+"""Paged KV cache for one sequence at a time: pages, prefix cache, models, sampling, sessions.
+
+Importing this package loads no torch: each public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged.errors import (
+        CheckFailed,
+        Closed,
+        DuplicateRequest,
+        GeometryMismatch,
+        InvalidRequest,
+        LoadError,
+        LoopsMismatch,
+        MissingTensor,
+        NativeMissing,
+        OutOfPages,
+        PagedError,
+        PromptTooLong,
+        SessionInUse,
+        UnsupportedShape,
+    )
+    from paged.kv.page_table import PageTable
+    from paged.kv.pages import PagePool
+    from paged.models.registry import load_model
+    from paged.prefix.cache import PrefixCache
+    from paged.prefix.hashing import page_hash
+    from paged.sampling import SamplingParams
+    from paged.session import Session
+    from paged.spec import KVSpec
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "PagePool": "paged.kv.pages",
+    "PageTable": "paged.kv.page_table",
+    "KVSpec": "paged.spec",
+    "PrefixCache": "paged.prefix.cache",
+    "page_hash": "paged.prefix.hashing",
+    "Session": "paged.session",
+    "SamplingParams": "paged.sampling",
+    "load_model": "paged.models.registry",
+    **{
+        name: "paged.errors"
+        for name in (
+            "PagedError",
+            "LoadError",
+            "MissingTensor",
+            "UnsupportedShape",
+            "InvalidRequest",
+            "PromptTooLong",
+            "DuplicateRequest",
+            "OutOfPages",
+            "GeometryMismatch",
+            "SessionInUse",
+            "LoopsMismatch",
+            "Closed",
+            "NativeMissing",
+            "CheckFailed",
+        )
+    },
+}
+
+__all__ = [
+    "CheckFailed",
+    "Closed",
+    "DuplicateRequest",
+    "GeometryMismatch",
+    "InvalidRequest",
+    "KVSpec",
+    "LoadError",
+    "LoopsMismatch",
+    "MissingTensor",
+    "NativeMissing",
+    "OutOfPages",
+    "PagePool",
+    "PageTable",
+    "PagedError",
+    "PrefixCache",
+    "PromptTooLong",
+    "SamplingParams",
+    "Session",
+    "SessionInUse",
+    "UnsupportedShape",
+    "__version__",
+    "load_model",
+    "page_hash",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paged' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,84 @@
+"""Every exception that paged and scheduler raise on purpose.
+
+    PagedError
+    ├── LoadError (ValueError)            a model file or folder cannot be used
+    │   └── MissingTensor                 a checkpoint lacks a tensor, or has it in another shape
+    ├── UnsupportedShape (ValueError)     a head size, ratio, dtype or page size that no kernel computes
+    ├── InvalidRequest (ValueError)       a request is refused at submit; nothing else is touched
+    │   ├── PromptTooLong                 longer than the model, or than the whole pool, can hold
+    │   └── DuplicateRequest              the id is still live
+    ├── OutOfPages (RuntimeError)         the pool has fewer free and evictable pages than asked for
+    ├── GeometryMismatch (RuntimeError)   pool, session and cache were built for different models
+    ├── SessionInUse (RuntimeError)       attach was called on a session that already holds context
+    ├── LoopsMismatch (RuntimeError)      a handle was built at another depth
+    ├── Closed (RuntimeError)             the model or engine was closed
+    ├── NativeMissing (ImportError)       the compiled module is not there, or not loadable
+    └── CheckFailed (AssertionError)      check() found a broken invariant: a defect of ours, please report it
+
+Plain TypeError is raised where an argument has a wrong type. Each message is one sentence that says what was
+expected, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PagedError(Exception):
+    """Base of all errors raised by paged and scheduler."""
+
+
+class LoadError(PagedError, ValueError):
+    """A model source cannot be loaded; the message names the file and what was expected in it."""
+
+
+class MissingTensor(LoadError):
+    """A checkpoint lacks a tensor that its configuration calls for, or has it in another shape."""
+
+
+class UnsupportedShape(PagedError, ValueError):
+    """A shape or dtype that the chosen backend does not compute; the message names the limit."""
+
+
+class InvalidRequest(PagedError, ValueError):
+    """A request that is refused at submit; the engine and its other requests are untouched."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt (or prompt and max_tokens) cannot fit; the message holds both numbers."""
+
+
+class DuplicateRequest(InvalidRequest):
+    """A request id that is still live was submitted again."""
+
+
+class OutOfPages(PagedError, RuntimeError):
+    """The pool cannot supply the pages; nothing was taken."""
+
+
+class GeometryMismatch(PagedError, RuntimeError):
+    """Objects that were built for different models, page sizes or codecs were used together."""
+
+
+class SessionInUse(PagedError, RuntimeError):
+    """Pages can be attached only to a session that holds no context yet."""
+
+
+class LoopsMismatch(PagedError, RuntimeError):
+    """A handle was built at another loop depth than the call asks for."""
+
+
+class Closed(PagedError, RuntimeError):
+    """The object was closed."""
+
+
+class NativeMissing(PagedError, ImportError):
+    """The compiled part of paged cannot be imported."""
+
+
+class CheckFailed(PagedError, AssertionError):
+    """An invariant that a class docstring lists does not hold."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise CheckFailed(message) unless condition; used by every `check()`, so that `python -O` keeps them."""
+    if not condition:
+        raise CheckFailed(message)

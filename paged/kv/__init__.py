@@ -1,0 +1,1 @@
+"""Pages: ids and references, tables, and the memory behind them."""

@@ -1,0 +1,1 @@
+"""Weights, tokenizers and chat templates from files."""

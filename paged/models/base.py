@@ -1,0 +1,99 @@
+"""What a model must offer to be driven by a session or by the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paged.errors import UnsupportedShape
+from paged.kv.pages import PagePool
+from paged.kv.storage import PageStorage
+from paged.ops.plan import AttendPlan, Int32, make_plan
+from paged.spec import KVSpec
+
+if TYPE_CHECKING:
+    from paged.loaders.chat import ChatTemplate
+    from paged.loaders.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The rows of one step. S sequences, T rows, G page groups, R rows whose logits are wanted.
+
+    tokens       int32 [T]
+    q_indptr     int32 [S + 1]             rows of sequence s: q_indptr[s] .. q_indptr[s + 1]
+    kv_lens      int32 [S]                 positions of the sequence once these rows are appended
+    page_tables  int32 [G, S, max_pages]   C-contiguous
+    logit_rows   int32 [R]                 rows, ascending
+    """
+
+    tokens: Int32
+    q_indptr: Int32
+    kv_lens: Int32
+    page_tables: Int32
+    logit_rows: Int32
+
+    def plans(self, page_size: int) -> list[AttendPlan]:
+        """One AttendPlan a group."""
+        return [make_plan(page_size, self.q_indptr, self.kv_lens, table) for table in self.page_tables]
+
+
+class LanguageModel:
+    """Base class of the models; a user's own object needs only these attributes and `forward`.
+
+    spec           geometry of its pages
+    vocab_size     number of rows of its head
+    max_seq_len    positions it can hold
+    eos_token_ids  ids that end a generation
+    fingerprint    a string that differs between models, and between weights: the root of every prefix chain
+    tokenizer      None if prompts are always token ids
+    chat           the chat template, or None
+    """
+
+    spec: KVSpec
+    vocab_size: int
+    max_seq_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+    name: str = ""
+    device: torch.device = torch.device("cpu")
+    tokenizer: Tokenizer | None = None
+    chat: ChatTemplate | None = None
+
+    def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
+        """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`."""
+        raise NotImplementedError
+
+    def default_kv_dtype(self) -> str:
+        """What kv_dtype="auto" means for this model: fp32 on the CPU, bf16 on a GPU."""
+        return "bf16" if self.device.type == "cuda" else "fp32"
+
+    def create_kv_pool(
+        self,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        kv_dtype: str = "auto",
+        num_bytes: int | None = None,
+    ) -> PagePool:
+        """A page pool with storage for this model.
+
+        Its size is `num_pages`, else as many pages as fit in `num_bytes`, else four sequences of `max_seq_len`
+        tokens. On the CPU a page that is never written costs address space, not memory.
+        """
+        if page_size < 1:
+            raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
+        codec = self.default_kv_dtype() if kv_dtype == "auto" else kv_dtype
+        if num_pages is None and num_bytes is not None:
+            one = PageStorage(self.spec, 1, page_size, codec, self.device).page_bytes
+            num_pages = num_bytes // one
+            if num_pages < 1:
+                raise ValueError(f"num_bytes must hold at least one page of {one} bytes, got {num_bytes}")
+        if num_pages is None:
+            num_pages = 4 * self.spec.num_groups * -(-self.max_seq_len // page_size)
+        return PagePool(num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device))
+
+    def extra_info(self) -> dict[str, Any]:
+        """What `paged info` prints about this model beyond the attributes above."""
+        return {}

@@ -1,0 +1,1 @@
+"""Prefix chains: hashing, the page-granular cache, eviction."""

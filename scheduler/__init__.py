@@ -1,0 +1,1 @@
+"""Continuous batching over one pool of pages."""
