@@ -1,0 +1,130 @@
+"""What every loader returns: a config, lazily read tensors under Hugging Face names, a tokenizer, a template."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paged.errors import LoadError, MissingTensor
+from paged.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from paged.loaders.chat import ChatTemplate
+    from paged.loaders.tokenizer import Tokenizer
+
+Shape = tuple[int, ...]
+
+
+class TensorSource:
+    """Named tensors of a checkpoint, read when asked for.
+
+    Names are those of Hugging Face ("model.layers.0.self_attn.q_proj.weight"), layouts too: weights are
+    `[out_features, in_features]`, rotary pairs are (i, i + head_dim / 2). Each `get` returns memory of its own, so
+    that a file may be replaced under a running process and one tensor at a time is held twice at most.
+    """
+
+    source: str
+
+    def names(self) -> list[str]:
+        """Names in the order of the file."""
+        raise NotImplementedError
+
+    def shape(self, name: str) -> Shape:
+        """Shape of one tensor, without reading it; MissingTensor if there is none of that name."""
+        raise NotImplementedError
+
+    def get(self, name: str, dtype: torch.dtype | None = torch.float32) -> torch.Tensor:
+        """One tensor on the CPU as `dtype`; None keeps a stored float type (quantised ones become fp32)."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """32 hex digits that differ where any stored byte differs. Reads every tensor once."""
+        raise NotImplementedError
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A model as it lies on disk. The tensors that `config` calls for were checked to be there, in their shapes.
+
+    A tied head is not among the names: use "model.embed_tokens.weight" where `config.tie_embeddings`.
+    """
+
+    config: ModelConfig
+    source: str
+    tensors: TensorSource
+    tokenizer: Tokenizer | None = None
+    chat: ChatTemplate | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor that a model of this config computes with."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, out_features, in_features, bias in (
+            ("self_attn.q_proj", q_rows, hidden, config.attention_bias),
+            ("self_attn.k_proj", kv_rows, hidden, config.attention_bias),
+            ("self_attn.v_proj", kv_rows, hidden, config.attention_bias),
+            ("self_attn.o_proj", hidden, q_rows, config.output_bias),
+            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        ):
+            tensors[f"{prefix}{name}.weight"] = (out_features, in_features)
+            if bias:
+                tensors[f"{prefix}{name}.bias"] = (out_features,)
+        tensors[prefix + "input_layernorm.weight"] = (hidden,)
+        tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            tensors[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            tensors[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def check_tensors(
+    config: ModelConfig,
+    tensors: TensorSource,
+    where: Callable[[str], str] | None = None,
+    harmless: Iterable[str] = (),
+) -> None:
+    """Raise MissingTensor unless every tensor of `config` is there in its shape; warn of tensors it does not use.
+
+    `where(name)` is the file to name in a message and how the tensor is called in it. Reads no tensor.
+    """
+    where = where or (lambda name: f"{tensors.source}: {name}")
+    expected = expected_tensors(config)
+    found = dict.fromkeys(tensors.names())
+    for name, shape in expected.items():
+        if name not in found:
+            hint = " (tie_word_embeddings is false, so the model has a head of its own)" * (name == "lm_head.weight")
+            raise MissingTensor(f"{where(name)}: expected a tensor of shape {list(shape)}, found none{hint}")
+        if tensors.shape(name) != shape:
+            raise MissingTensor(
+                f"{where(name)}: expected shape {list(shape)}, found {list(tensors.shape(name))}; "
+                "the configuration and the weights belong to different models"
+            )
+    extra = [name for name in found if name not in expected and name not in set(harmless)]
+    if extra:
+        listed = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+        warnings.warn(f"{tensors.source}: ignored tensors that a {config.family} model has no use for: {listed}",
+                      stacklevel=3)  # fmt: skip
+
+
+def float_dtype(name: str, dtype: torch.dtype, source: str) -> torch.dtype:
+    """`dtype` if it is a plain floating type; LoadError otherwise, since integers and fp8 need scales to mean a value."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise LoadError(f"{source}: {name} must be stored as F64, F32, F16 or BF16, found {dtype}")
+    return dtype
