@@ -22,9 +22,7 @@ class Backend(Protocol):
 
     name: str
 
-    def append(
-        self, storage: PageStorage, layer: int, k: torch.Tensor, v: torch.Tensor, plan: AttendPlan
-    ) -> None:
+    def append(self, storage: PageStorage, layer: int, k: torch.Tensor, v: torch.Tensor, plan: AttendPlan) -> None:
         """Store K and V of the step's rows, each `[T, kv_heads, head_dim]` fp32 or the stored dtype, at `plan.slots`.
 
         Rows whose slot is -1 are skipped; nothing else is written.
