@@ -45,6 +45,7 @@ class PagePool:
             raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
         self.storage = storage
+        self.fingerprint = ""  # of the model whose rows the pages hold: part of every prefix chain's root
         self.max_pages = max(num_pages, max_pages or 0)
         self.refs = np.zeros(num_pages, np.int32)
         self.held = np.zeros(num_pages, np.bool_)

@@ -92,7 +92,9 @@ class LanguageModel:
                 raise ValueError(f"num_bytes must hold at least one page of {one} bytes, got {num_bytes}")
         if num_pages is None:
             num_pages = 4 * self.spec.num_groups * -(-self.max_seq_len // page_size)
-        return PagePool(num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device))
+        pool = PagePool(num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device))
+        pool.fingerprint = self.fingerprint
+        return pool
 
     def extra_info(self) -> dict[str, Any]:
         """What `paged info` prints about this model beyond the attributes above."""

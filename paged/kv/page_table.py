@@ -1,0 +1,96 @@
+"""PageTable: the pages of one sequence, one row a page group, with copy-on-write forks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paged.errors import check
+from paged.kv.pages import Int32, PagePool
+from paged.ops.dispatch import get_backend
+
+
+class PageTable:
+    """Page ids of one sequence, int32 `[num_groups, num_pages]`; position p lies in column `p // page_size`.
+
+    `ensure` is the only place that takes pages. A fork shares every page; `ensure` copies a shared page before
+    rows are written into it, so a full page never changes and a partial page has one writer.
+
+    Invariants (`check()`): each id is live and stands once in the table; the table has whole columns.
+    """
+
+    def __init__(self, pool: PagePool, num_groups: int = 1) -> None:
+        self.pool = pool
+        self._rows = np.zeros((num_groups, 0), np.int32)
+
+    @property
+    def num_groups(self) -> int:
+        return self._rows.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Columns: pages of one group."""
+        return self._rows.shape[1]
+
+    @property
+    def rows(self) -> Int32:
+        """The table itself, `[num_groups, num_pages]`; not to be written to."""
+        return self._rows
+
+    def ensure(self, start: int, end: int) -> None:
+        """Make positions `start <= p < end` writable: add the missing columns and copy a shared partial page first.
+
+        OutOfPages if the pool cannot supply them; then nothing changed. Idempotent. O(pages added).
+        """
+        size = self.pool.page_size
+        missing = max(0, -(-end // size) - self.num_pages)
+        first = start // size
+        shared = np.zeros(0, np.int32)
+        if start < end and start % size and first < self.num_pages:
+            column = self._rows[:, first]
+            if (self.pool.refs[column] > 1).any():
+                shared = column.copy()
+        fresh = self.pool.alloc(len(shared) + missing * self.num_groups)
+        if len(shared):
+            if self.pool.storage is not None:
+                get_backend(self.pool.storage.device).copy_pages(self.pool.storage, shared, fresh[: len(shared)])
+            self._rows = self._rows.copy()  # earlier readers keep the table they were given
+            self._rows[:, first] = fresh[: len(shared)]
+            self.pool.release(shared)
+        if missing:
+            added = fresh[len(shared) :].reshape(missing, self.num_groups).T
+            self._rows = np.ascontiguousarray(np.concatenate([self._rows, added], axis=1))
+
+    def append(self, columns: Int32) -> None:
+        """Take over columns `[num_groups, n]` whose references were already taken for this table."""
+        self._rows = np.ascontiguousarray(np.concatenate([self._rows, columns], axis=1))
+
+    def replace(self, column: int, ids: Int32) -> None:
+        """Put pages `ids [num_groups]` with equal contents into `column`; the references move as well."""
+        old = self._rows[:, column].copy()
+        self.pool.share(ids)
+        self._rows = self._rows.copy()
+        self._rows[:, column] = ids
+        self.pool.release(old)
+
+    def slot(self, position: int, group: int = 0) -> int:
+        """Where a position lies: page id * page_size + offset, in 64 bits."""
+        size = self.pool.page_size
+        return int(self._rows[group, position // size]) * size + position % size
+
+    def fork(self) -> PageTable:
+        """A table over the same pages, each with one more reference. O(pages), copies nothing."""
+        other = PageTable(self.pool, self.num_groups)
+        self.pool.share(self._rows.ravel())
+        other._rows = self._rows
+        return other
+
+    def release(self) -> None:
+        """Give every page back and be empty; a second call does nothing."""
+        ids, self._rows = self._rows.ravel(), np.zeros((self.num_groups, 0), np.int32)
+        self.pool.release(ids)
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring."""
+        ids = self._rows.ravel()
+        check(len(np.unique(ids)) == len(ids), "a page stands twice in one table")
+        check(not len(ids) or int(self.pool.refs[ids].min()) >= 1, "a table holds a freed page")

@@ -1,0 +1,229 @@
+"""PrefixIndex: the tree of cached pages. Arrays indexed by node, and a dictionary from page hash to node."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paged.errors import check
+from paged.prefix.hashing import Int32, PageHash, extend_keys, root_hash
+
+NO_NODE = -1
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where one token sequence stands in the index: its page keys, and the nodes that its leading pages match.
+
+    A scheduler keeps one for each request, so that nothing is hashed or looked up twice. `births` tells a node from
+    a later one in the same place. A closed cursor publishes no more (a collision, or its chain was evicted).
+    """
+
+    namespace: bytes
+    root: Hashable
+    keys: list[Hashable] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    births: list[int] = field(default_factory=list)
+    chain: int = 0
+    closed: bool = False
+
+    def restart(self) -> None:
+        """Back to the root, for a sequence that lost its pages; its page keys are kept."""
+        self.nodes.clear()
+        self.births.clear()
+        self.closed = False
+
+
+class PrefixIndex:
+    """Cached pages as a tree: a node is one page position of one prefix, with a page for each page group.
+
+    Node n holds `pages[n]` (int32 [num_groups]), `tokens[n]` (int32 [page_size]), its parent, the number of its
+    children, and the tick of its last use. The parent of a first page is a negative number that stands for its
+    namespace. A look-up goes key by key through the dictionary and then compares parents and tokens of the whole
+    run at once, so a hash never decides.
+
+    Invariants (`check()`): each key leads to a live node and back; the key is the hash of the parent's key and the
+    node's tokens; parents are live; children counts are exact; no page id stands twice.
+    """
+
+    def __init__(self, page_size: int, num_groups: int, hash_page: PageHash, num_pages: int = 64) -> None:
+        self.page_size = page_size
+        self.num_groups = num_groups
+        self.hash_page = hash_page
+        self.by_key: dict[Hashable, int] = {}
+        self.keys: list[Hashable] = []
+        self.tick = 0
+        self._next_birth = 1
+        self._free: list[int] = []
+        self._roots: dict[bytes, int] = {}
+        self._root_children: dict[int, int] = {}
+        self._root_of: dict[int, bytes] = {}
+        self._next_root = -2
+        self._allocate(64)
+        self.node_of_page = np.full(num_pages, NO_NODE, np.int32)
+
+    def _allocate(self, capacity: int) -> None:
+        self.parent = np.full(capacity, NO_NODE, np.int32)
+        self.children = np.zeros(capacity, np.int32)
+        self.birth = np.full(capacity, -1, np.int64)
+        self.last_use = np.zeros(capacity, np.int64)
+        self.chain = np.zeros(capacity, np.int64)
+        self.pages = np.zeros((capacity, self.num_groups), np.int32)
+        self.tokens = np.zeros((capacity, self.page_size), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def cursor(self, namespace: bytes) -> Cursor:
+        """A cursor at the root of `namespace`."""
+        return Cursor(namespace, root_hash(namespace))
+
+    def seek(self, cursor: Cursor, tokens: Int32, limit: int) -> int:
+        """Move the cursor as deep as the first `limit` pages of `tokens` are cached; returns the pages matched.
+
+        Touches nothing. O(pages not hashed or looked up before); when nothing changed since the last call, O(1).
+        """
+        nodes, births = cursor.nodes, cursor.births
+        while nodes and (len(nodes) > limit or self.birth[nodes[-1]] != births[-1]):
+            nodes.pop()
+            births.pop()
+        extend_keys(cursor.keys, cursor.root, tokens[: limit * self.page_size], self.page_size, self.hash_page)
+        start, get, found = len(nodes), self.by_key.get, []
+        for key in cursor.keys[start:limit]:
+            node = get(key)
+            if node is None:
+                break
+            found.append(node)
+        if found:
+            good = self._verified(cursor, tokens, start, np.array(found, np.int32))
+            nodes.extend(found[:good])
+            births.extend(self.birth[found[:good]].tolist())
+        return len(nodes)
+
+    def _verified(self, cursor: Cursor, tokens: Int32, start: int, found: Int32) -> int:
+        """How many of the nodes `found` for pages start, start + 1, ... hold these tokens below the right parent."""
+        size, n = self.page_size, len(found)
+        want = tokens[start * size : (start + n) * size].reshape(n, size)
+        parents = np.empty(n, np.int32)
+        parents[0] = cursor.nodes[-1] if start else self._roots.get(cursor.namespace, NO_NODE)
+        parents[1:] = found[:-1]
+        good = (self.tokens[found] == want).all(axis=1) & (self.parent[found] == parents)
+        return n if good.all() else int(good.argmin())
+
+    def holds(self, node: int, cursor: Cursor, tokens: Int32) -> bool:
+        """Whether `node` is the page `tokens [page_size]` right below the cursor."""
+        parent = cursor.nodes[-1] if cursor.nodes else self._roots.get(cursor.namespace, NO_NODE)
+        return int(self.parent[node]) == parent and bool((self.tokens[node] == tokens).all())
+
+    def add(self, cursor: Cursor, key: Hashable, tokens: Int32, pages: Int32) -> int:
+        """Insert a page below the cursor's last node and move the cursor to it. O(1) amortised."""
+        if not self._free:
+            self._grow()
+        node = self._free.pop()
+        parent = cursor.nodes[-1] if cursor.nodes else self._root(cursor.namespace)
+        self.by_key[key] = node
+        self.keys[node] = key
+        self.parent[node] = parent
+        if parent >= 0:
+            self.children[parent] += 1
+        else:
+            self._root_children[parent] += 1
+        self.children[node] = 0
+        self.birth[node] = self._next_birth
+        self.last_use[node] = self.tick
+        self.chain[node] = cursor.chain
+        self.pages[node] = pages
+        self.tokens[node] = tokens
+        top = int(pages.max())
+        if top >= len(self.node_of_page):
+            grown = np.full(max(2 * len(self.node_of_page), top + 1), NO_NODE, np.int32)
+            grown[: len(self.node_of_page)] = self.node_of_page
+            self.node_of_page = grown
+        self.node_of_page[pages] = node
+        cursor.nodes.append(node)
+        cursor.births.append(self._next_birth)
+        self._next_birth += 1
+        return node
+
+    def remove(self, node: int) -> int:
+        """Take a leaf out; returns its parent (negative: it was a first page). O(1)."""
+        check(int(self.children[node]) == 0, "a page was evicted whose child stands")
+        parent = int(self.parent[node])
+        del self.by_key[self.keys[node]]
+        self.keys[node] = None
+        self.birth[node] = -1
+        self.node_of_page[self.pages[node]] = NO_NODE
+        self._free.append(node)
+        if parent >= 0:
+            self.children[parent] -= 1
+        else:
+            self._root_children[parent] -= 1
+            if not self._root_children[parent]:
+                del self._root_children[parent]
+                del self._roots[self._root_of.pop(parent)]
+        return parent
+
+    def clear(self) -> Int32:
+        """Forget every node at once; returns the page ids they held. Ticks and births go on."""
+        live = np.flatnonzero(self.birth >= 0)
+        pages = self.pages[live].ravel()
+        self.node_of_page[pages] = NO_NODE
+        self.birth[live] = -1
+        self.by_key.clear()
+        self._roots.clear()
+        self._root_children.clear()
+        self._root_of.clear()
+        self.keys = [None] * len(self.birth)
+        self._free = list(range(len(self.birth) - 1, -1, -1))
+        return pages
+
+    def namespaces(self) -> list[bytes]:
+        """The namespaces that have at least one page."""
+        return list(self._roots)
+
+    def _root(self, namespace: bytes) -> int:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._next_root
+            self._next_root -= 1
+            self._roots[namespace] = root
+            self._root_of[root] = namespace
+            self._root_children[root] = 0
+        return root
+
+    def _grow(self) -> None:
+        old, used = len(self.keys), self.__dict__.copy()
+        new = max(64, 2 * old)
+        self._allocate(new)
+        for name in ("parent", "children", "birth", "last_use", "chain", "pages", "tokens"):
+            getattr(self, name)[:old] = used[name][:old]
+        self.keys.extend([None] * (new - old))
+        self._free.extend(range(new - 1, old - 1, -1))
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring. O(nodes)."""
+        live = np.flatnonzero(self.birth >= 0)
+        check(len(live) == len(self.by_key), f"{len(live)} live nodes, {len(self.by_key)} keys")
+        pages = self.pages[live].ravel()
+        check(len(np.unique(pages)) == len(pages), "a page id stands twice in the index")
+        children = np.zeros(len(self.birth), np.int64)
+        roots: dict[int, int] = {}
+        for node in live.tolist():
+            parent = int(self.parent[node])
+            key = self.keys[node]
+            check(self.by_key.get(key, NO_NODE) == node, "a key leads to another node")
+            check(bool((self.node_of_page[self.pages[node]] == node).all()), "a page leads to another node")
+            if parent >= 0:
+                check(int(self.birth[parent]) >= 0, "the parent of a cached page is not cached")
+                check(int(self.birth[parent]) < int(self.birth[node]), "a child is older than its parent")
+                children[parent] += 1
+                above = self.keys[parent]
+            else:
+                roots[parent] = roots.get(parent, 0) + 1
+                above = root_hash(self._root_of[parent])
+            want = self.hash_page(above, self.tokens[node].astype("<i4", copy=False).tobytes())
+            check(key == want, "a key is not the hash of its page's tokens")
+        check(bool((children[live] == self.children[live]).all()), "a children count is wrong")
+        check(roots == self._root_children, "a namespace's count of first pages is wrong")

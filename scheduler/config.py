@@ -1,0 +1,38 @@
+"""SchedulerConfig: the limits of one step and of the queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    max_num_seqs            requests that run at once; lowered to max_num_batched_tokens, so that each can decode
+    max_num_batched_tokens  rows of one step, prefill chunks and decodes together
+    max_chunk_tokens        rows of one request in one step; 0: only the step's budget bounds them
+    max_bypass              passes in which later requests may start before one that does not fit; then all wait for it
+    lookahead               waiting requests looked at behind one that does not fit
+    watermark               share of the pool that an admission leaves free, unless nothing runs
+    policy                  order of the waiting requests
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_chunk_tokens: int = 0
+    max_bypass: int = 64
+    lookahead: int = 16
+    watermark: float = 0.01
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_chunk_tokens", "max_bypass", "lookahead"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be a share from 0.0 to below 1.0, got {self.watermark}")
+        object.__setattr__(self, "max_num_seqs", min(self.max_num_seqs, self.max_num_batched_tokens))

@@ -1,0 +1,54 @@
+"""Request: what one caller asked for, and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from paged.prefix.index import Cursor
+from paged.sampling import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+
+
+class RequestState(enum.IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. While it runs, its tokens and counts live in the scheduler's slot arrays, not here.
+
+    `known` holds prompt and output whenever the request has no slot: before admission, after preemption, at the
+    end. `limit` is the number of tokens at which it ends with "length".
+    """
+
+    id: str
+    prompt: Int32
+    params: SamplingParams
+    seed: int
+    end_ids: tuple[int, ...]  # ids that end it: the model's (unless ignore_eos) and its own
+    limit: int
+    namespace: str = ""
+    priority: int = 0
+    arrival: int = 0  # order of submission
+    state: RequestState = RequestState.WAITING
+    known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    cursor: Cursor | None = None
+    slot: int = -1
+    finish_reason: str | None = None
+    error: str = ""
+    num_cached_tokens: int = 0  # attached at the first admission
+    num_reattached_tokens: int = 0  # attached again after preemptions
+    num_computed_tokens: int = 0  # rows computed for it, recomputation included
+    num_preemptions: int = 0
+    num_bypassed: int = 0  # passes in which later requests were admitted before it
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)

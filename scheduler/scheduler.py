@@ -1,0 +1,371 @@
+"""Scheduler: decides each step which requests compute how many tokens, and on which pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paged.errors import DuplicateRequest, OutOfPages, PromptTooLong, check
+from paged.kv.pages import PagePool
+from paged.prefix.cache import PrefixCache
+from scheduler.config import SchedulerConfig
+from scheduler.policy import get_policy
+from scheduler.queue import WaitingQueue
+from scheduler.request import Int32, Request, RequestState
+from scheduler.sharing import StepSharing
+from scheduler.slots import Slots
+from scheduler.step import StepPlan, build_plan
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a commit did: one new token for each of `requests`, and the requests that ended with it."""
+
+    requests: list[Request]
+    tokens: Int32
+    finished: list[Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the scheduler was made."""
+
+    num_steps: int = 0
+    num_admitted: int = 0  # first admissions; a resume is not one
+    num_finished: int = 0
+    num_preemptions: int = 0
+    preempted_tokens: int = 0  # computed tokens that preempted requests gave up
+    reattached_tokens: int = 0  # of those, the ones that a resume found in the cache again
+    prompt_tokens: int = 0  # of admitted requests
+    cached_tokens: int = 0  # of those, attached instead of computed
+    computed_tokens: int = 0  # rows of all steps
+    generated_tokens: int = 0
+    peak_running: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one page pool, with one token budget a step.
+
+    There is no prefill phase and no decode phase: in every step each running request computes some of the tokens it
+    knows but has not computed, decodes first, then prefill chunks in order of admission, then new requests as the
+    policy orders them. `schedule()` decides and takes pages; `commit()` takes the new tokens; between the two the
+    caller runs the model. Pages are taken for all known tokens at admission, and one page at a time while decoding;
+    when the pool is out, the running request with the fewest computed tokens yields (never the oldest one), its full
+    pages stay in the cache, and it resumes from them.
+
+    Invariants (`check()`): those of the pool, the cache and the slots; a live request is in the queue or in a slot,
+    never both; every live page is in some slot's table, as often as it is referenced.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_seq_len: int,
+        config: SchedulerConfig | None = None,
+        cache: PrefixCache | None = None,
+        num_groups: int = 1,
+    ) -> None:
+        self.pool = pool
+        self.config = config or SchedulerConfig()
+        self.cache = cache
+        self.num_groups = num_groups
+        self.capacity = min(max_seq_len, pool.max_pages // num_groups * pool.page_size)  # tokens one request can hold
+        self.max_seq_len = max_seq_len
+        self.state = Slots(self.config.max_num_seqs, self.capacity, pool, num_groups)
+        self.waiting = WaitingQueue(get_policy(self.config.policy))
+        self.sharing = StepSharing(pool.page_size)
+        self.requests: dict[str, Request] = {}
+        self.stats = SchedulerStats()
+        self._arrivals = 0
+        self._in_flight: StepPlan | None = None
+
+    # Requests in and out --------------------------------------------------------------------------------------
+
+    def fit(self, num_prompt: int, max_tokens: int | None) -> int:
+        """The number of tokens at which a request ends with "length"; PromptTooLong if it can never run."""
+        if num_prompt + 1 > self.max_seq_len:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens and max_seq_len is {self.max_seq_len}, "
+                "with at least one token to generate; shorten the prompt"
+            )
+        if num_prompt + 1 > self.capacity:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens and the whole pool holds {self.capacity} "
+                f"({self.pool.max_pages} pages of {self.pool.page_size}); shorten the prompt or raise num_pages"
+            )
+        wanted = self.capacity if max_tokens is None else num_prompt + max_tokens
+        return min(wanted, self.capacity)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. DuplicateRequest while another one with its id is live."""
+        if request.id in self.requests:
+            raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
+        request.known = request.prompt
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self.requests[request.id] = request
+        self.waiting.add(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a live request now; its pages go back, its full pages stay cached. Nothing if it has ended already."""
+        if request.state == RequestState.FINISHED:
+            return
+        if request.state == RequestState.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._vacate(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.cursor = None
+        del self.requests[request.id]
+        self.stats.num_finished += 1
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # A step ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run. Must be followed by `commit` or `abort` of the plan."""
+        check(self._in_flight is None, "schedule() was called again before commit() or abort()")
+        state, config = self.state, self.config
+        preempted: list[Request] = []
+        self._extend_tables(preempted)
+        slots = state.running
+        num_tokens = self._share_budget(slots)
+        budget = config.max_num_batched_tokens - int(num_tokens.sum())
+        admitted: list[Request] = []
+        if len(self.waiting) and budget and state.num_free and not preempted:
+            self.sharing.begin()
+            for slot, n in zip(slots.tolist(), num_tokens.tolist(), strict=True):
+                if n > 1:
+                    self.sharing.offer(self._at(slot), state, n)
+            admitted = self._admit(budget)
+        if admitted:
+            new = state.running[len(slots) :]
+            slots, num_tokens = state.running, np.concatenate([num_tokens, self._chunks(new, budget)])
+        active = num_tokens > 0
+        if not active.all():
+            slots, num_tokens = slots[active], num_tokens[active]
+        if not len(slots):
+            return None
+        plan = build_plan(state, slots, num_tokens, self.pool.page_size)
+        plan.admitted, plan.preempted = admitted, preempted
+        self._in_flight = plan
+        self.stats.num_steps += 1
+        self.stats.peak_running = max(self.stats.peak_running, state.num_running)
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: Int32) -> StepResult:
+        """Take the step's new tokens, one for each of `plan.sample_slots`; publish full pages; end what has ended."""
+        check(plan is self._in_flight, "commit() of a plan that is not in flight")
+        self._in_flight = None
+        state, size = self.state, self.pool.page_size
+        before = state.computed[plan.slots]
+        after = before + plan.num_tokens
+        state.computed[plan.slots] = after
+        state.work[plan.slots] += plan.num_tokens
+        self.stats.computed_tokens += plan.num_rows
+        if self.cache is not None:
+            for i in np.flatnonzero(after // size > before // size).tolist():
+                self._publish(self._at(int(plan.slots[i])), int(after[i]))
+        sampled = plan.sample_slots
+        known = state.known[sampled]
+        state.tokens[sampled, known] = tokens
+        known += 1
+        state.known[sampled] = known
+        self.stats.generated_tokens += len(sampled)
+        requests = [self._at(slot) for slot in sampled.tolist()]
+        self.sharing.settle(requests)
+        ended = (state.end_ids[sampled] == tokens[:, None]).any(axis=1) & (known > state.min_known[sampled])
+        full = known >= state.limit[sampled]
+        result = StepResult(requests, tokens)
+        for i in np.flatnonzero(ended | full).tolist():
+            self.finish(requests[i], "stop" if ended[i] else "length")
+            result.finished.append(requests[i])
+        return result
+
+    def abort(self, plan: StepPlan, error: str) -> list[Request]:
+        """The step's computation failed: every request in it ends with "error"; nothing that it wrote is published."""
+        check(plan is self._in_flight, "abort() of a plan that is not in flight")
+        self._in_flight = None
+        failed = [self._at(slot) for slot in plan.slots.tolist()]
+        for request in failed:
+            request.error = error
+            self.finish(request, "error")
+        return failed
+
+    # Parts of schedule ----------------------------------------------------------------------------------------
+
+    def _extend_tables(self, preempted: list[Request]) -> None:
+        """One more page for every request whose next row needs it, preempting others where the pool is out."""
+        state, size = self.state, self.pool.page_size
+        while True:
+            slots = state.running
+            slots = slots[state.known[slots] > state.num_pages[slots] * size]
+            if len(slots) * self.num_groups <= self.pool.num_available:
+                break
+            victim = self._victim()
+            preempted.append(victim)
+            self.preempt(victim)
+        if len(slots):
+            pages = self.pool.alloc(len(slots) * self.num_groups).reshape(self.num_groups, len(slots))
+            state.page_table[:, slots, state.num_pages[slots]] = pages
+            state.num_pages[slots] += 1
+
+    def _victim(self) -> Request:
+        """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
+        slots = self.state.running
+        arrivals = np.array([self._at(slot).arrival for slot in slots.tolist()])
+        computed = self.state.computed[slots].astype(np.int64)
+        if len(slots) > 1:
+            computed[arrivals.argmin()] = np.iinfo(np.int64).max
+        return self._at(int(slots[np.lexsort((-arrivals, computed))[0]]))
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages and queue it again at its old place; its full pages stay in the cache."""
+        self.stats.num_preemptions += 1
+        self.stats.preempted_tokens += int(self.state.computed[request.slot])
+        request.num_preemptions += 1
+        self._vacate(request)
+        request.state = RequestState.WAITING
+        if request.cursor is not None:
+            request.cursor.restart()
+        self.waiting.add(request)
+
+    def _share_budget(self, slots: Int32) -> Int32:
+        """Rows for each running slot: one for each decode, then chunks in order until the budget is spent."""
+        need = self.state.known[slots] - self.state.computed[slots]
+        chunks = need > 1
+        if not chunks.any():
+            return need
+        need[chunks] = self._chunks(slots[chunks], self.config.max_num_batched_tokens - int((~chunks).sum()))
+        return need
+
+    def _chunks(self, slots: Int32, budget: int) -> Int32:
+        need = self.state.known[slots] - self.state.computed[slots]
+        if self.config.max_chunk_tokens:
+            need = np.minimum(need, self.config.max_chunk_tokens)
+        return np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
+
+    def _admit(self, budget: int) -> list[Request]:
+        """Start waiting requests while slots, budget and pages last; returns them in order."""
+        admitted: list[Request] = []
+        blocked: list[Request] = []
+        for request in self._candidates():
+            if budget <= 0 or not self.state.num_free:
+                break
+            started = self._try_admit(request)
+            if started:
+                admitted.append(request)
+                need = int(self.state.known[request.slot] - self.state.computed[request.slot])
+                chunk = min(need, budget, self.config.max_chunk_tokens or budget)
+                budget -= chunk
+                self.sharing.offer(request, self.state, chunk)
+                if chunk < need:
+                    self.sharing.expect(request)
+            else:
+                blocked.append(request)
+                if request.num_bypassed >= self.config.max_bypass or len(blocked) > self.config.lookahead:
+                    break
+        last = admitted[-1].arrival if admitted else -1
+        for request in blocked:
+            if request.arrival < last:
+                request.num_bypassed += 1
+        return admitted
+
+    def _candidates(self) -> Iterable[Request]:
+        """The waiting requests that this pass may look at: admissions take them out of the queue while it iterates."""
+        bound = self.state.num_free + self.config.lookahead + 1
+        return [request for request, _ in zip(self.waiting, range(bound), strict=False)]
+
+    def _try_admit(self, request: Request) -> bool:
+        """Attach what is cached or being computed, take pages for the rest, and give the request a slot."""
+        pool, size, groups = self.pool, self.pool.page_size, self.num_groups
+        matched = 0
+        offered = None
+        if self.cache is not None:
+            if request.cursor is None:
+                request.cursor = self.cache.cursor(request.namespace)
+            matched = self.cache.seek(request.cursor, request.known) // size
+            offered = self.sharing.follow(request)
+        num_offered = offered.shape[1] if offered is not None else 0
+        if self.sharing.awaits(request, matched + num_offered):
+            return False
+        fresh = (-(-len(request.known) // size) - matched - num_offered) * groups
+        spare = int(self.config.watermark * pool.num_pages) if self.state.num_running else 0
+        if fresh + spare > pool.num_available:
+            return False
+        columns = np.zeros((groups, 0), np.int32)
+        if self.cache is not None and request.cursor is not None:
+            if matched and fresh + spare + self.cache.idle_pages(request.cursor) > pool.num_available:
+                return False
+            columns = self.cache.take(request.cursor)
+        if offered is not None:
+            pool.share(offered.ravel())
+            columns = np.concatenate([columns, offered], axis=1)
+        try:
+            own = pool.alloc(fresh).reshape(groups, -1)
+        except OutOfPages:  # idle pages whose children are in use cannot be evicted
+            pool.release(columns.ravel())
+            return False
+        self._start(request, np.concatenate([columns, own], axis=1), (matched + num_offered) * size)
+        return True
+
+    def _start(self, request: Request, pages: Int32, matched: int) -> None:
+        self.waiting.remove(request)
+        request.slot = self.state.place(request, pages, matched)
+        request.state = RequestState.RUNNING
+        request.num_bypassed = 0
+        if request.num_preemptions:
+            request.num_reattached_tokens += matched
+            self.stats.reattached_tokens += matched
+            return
+        request.num_cached_tokens = matched
+        self.stats.num_admitted += 1
+        self.stats.prompt_tokens += request.num_prompt
+        self.stats.cached_tokens += matched
+        if self.cache is not None and request.cursor is not None:
+            self.cache.count(request.cursor, request.num_prompt)
+
+    def _publish(self, request: Request, computed: int) -> None:
+        """Enter the pages that this step filled; where another request was first, use its page instead."""
+        state, slot, cursor = self.state, request.slot, request.cursor
+        if self.cache is None or cursor is None:
+            return
+        full = computed // self.pool.page_size
+        tokens = state.tokens[slot, :computed]
+        for column, pages in self.cache.publish(cursor, tokens, state.page_table[:, slot, :full]):
+            old = state.page_table[:, slot, column].copy()
+            self.pool.share(pages)
+            state.page_table[:, slot, column] = pages
+            self.pool.release(old)
+
+    def _vacate(self, request: Request) -> None:
+        self.sharing.settle([request])
+        request.num_computed_tokens += int(self.state.work[request.slot])
+        request.known = self.state.vacate(request.slot)
+        request.slot = -1
+
+    def _at(self, slot: int) -> Request:
+        request = self.state.requests[slot]
+        assert request is not None
+        return request
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring. O(pages + requests)."""
+        self.pool.check()
+        if self.cache is not None:
+            self.cache.check()
+        self.state.check()
+        placed = {r.id for r in self.state.requests if r is not None}
+        queued = {r.id for r in self.waiting}
+        check(not placed & queued, "a request is both waiting and running")
+        check(placed | queued == set(self.requests), "the live requests are not those waiting and running")
+        refs = self.pool.held.astype(np.int32)
+        for slot in self.state.running.tolist():
+            refs[self.state.pages(slot).ravel()] += 1
+        check(bool((refs == self.pool.refs).all()), "references and page tables do not add up")

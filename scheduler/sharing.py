@@ -1,0 +1,89 @@
+"""Sharing within a step: requests with one opening compute it once, even when they arrive together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+
+from scheduler.request import Int32, Request
+from scheduler.slots import Slots
+
+
+class StepSharing:
+    """Pages that running requests are about to fill, so that others with the same opening can wait for or use them.
+
+    `begin` starts a step. Pages that this step fills are `offered` at once: every layer writes its rows before it
+    reads any, so a request admitted in the same step may attach them (`follow`). They enter the prefix cache only
+    when the step has committed. A page that a prefill will fill in a later step is `expected`: a request whose next
+    page it is waits for it instead of computing it too; the wait ends, since a running prefill advances every step.
+
+    Offered pages are found by their exact tokens below their exact parent, expected ones by hash alone, because
+    waiting for the wrong page costs time and never changes a token.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._offered: dict[tuple[Hashable, bytes], tuple[int, Int32]] = {}
+        self._expected: dict[Hashable, Request] = {}
+        self._owners: set[str] = set()  # ids of the requests that fill expected pages
+
+    def begin(self) -> None:
+        self._offered.clear()
+
+    def offer(self, request: Request, state: Slots, num_tokens: int) -> None:
+        """This step computes `num_tokens` more of the running `request`. O(pages filled)."""
+        cursor, slot, size = request.cursor, request.slot, self.page_size
+        if cursor is None or cursor.closed:
+            return
+        computed = int(state.computed[slot])
+        first, last = len(cursor.nodes), (computed + num_tokens) // size
+        parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
+        tokens = state.tokens[slot]
+        for column in range(first, last):
+            key = (parent, tokens[column * size : (column + 1) * size].tobytes())
+            found = self._offered.get(key)
+            if found is None:
+                found = (-1 - len(self._offered), state.page_table[:, slot, column].copy())
+                self._offered[key] = found
+            parent = found[0]
+
+    def follow(self, request: Request) -> Int32 | None:
+        """Offered pages right below the cached ones of a waiting request, int32 [num_groups, n], or None."""
+        cursor, known, size = request.cursor, request.known, self.page_size
+        if cursor is None or not self._offered:
+            return None
+        parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
+        pages = []
+        for column in range(len(cursor.nodes), (len(known) - 1) // size):
+            found = self._offered.get((parent, known[column * size : (column + 1) * size].tobytes()))
+            if found is None:
+                break
+            parent = found[0]
+            pages.append(found[1])
+        return np.stack(pages, axis=1) if pages else None
+
+    def expect(self, request: Request) -> None:
+        """`request` will fill the pages of its known tokens in this step and later ones."""
+        cursor = request.cursor
+        if cursor is not None and not cursor.closed:
+            self._owners.add(request.id)
+            for key in cursor.keys[len(cursor.nodes) :]:
+                self._expected.setdefault(key, request)
+
+    def settle(self, requests: Iterable[Request]) -> None:
+        """The prefill of `requests` is over, or they lost their slots: nobody waits for them any more."""
+        if not self._owners:
+            return
+        for request in requests:
+            if request.id in self._owners and request.cursor is not None:
+                self._owners.discard(request.id)
+                for key in request.cursor.keys:
+                    if self._expected.get(key) is request:
+                        del self._expected[key]
+
+    def awaits(self, request: Request, num_pages: int) -> bool:
+        """Whether page `num_pages` of the waiting `request` is being computed by a running one."""
+        cursor = request.cursor
+        limit = (len(request.known) - 1) // self.page_size
+        return cursor is not None and num_pages < limit and cursor.keys[num_pages] in self._expected

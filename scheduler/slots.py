@@ -1,0 +1,108 @@
+"""Slots: the state of all running requests in arrays, one row a slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paged.errors import check
+from paged.kv.pages import PagePool
+from scheduler.request import Int32, Request
+
+
+class Slots:
+    """Per-slot arrays, so that a step over many requests is a few vectorised operations.
+
+    tokens      int32 [num_slots, max_seq_len]          prompt and output
+    prompt_len  int32 [num_slots]
+    known       int32 [num_slots]                       tokens whose ids are known
+    computed    int32 [num_slots]                       tokens whose rows are in the pages
+    limit       int32 [num_slots]                       `known` at which the request ends with "length"
+    min_known   int32 [num_slots]                       `known` below which end ids do not end it
+    end_ids     int32 [num_slots, width]                padded with -1
+    work        int32 [num_slots]                       rows computed since the request was placed
+    num_pages   int32 [num_slots]                       columns in use
+    page_table  int32 [num_groups, num_slots, columns]
+    running     int32 [num_running]                     slots in order of admission
+
+    Invariants (`check()`): `running` and the free slots partition the slots; computed < known for each running
+    slot; each has exactly the pages of its known tokens; no page id stands twice in one slot; every page is live.
+    """
+
+    def __init__(self, num_slots: int, max_seq_len: int, pool: PagePool, num_groups: int) -> None:
+        self.pool = pool
+        columns = -(-max_seq_len // pool.page_size)
+        self.tokens = np.zeros((num_slots, max_seq_len), np.int32)
+        self.prompt_len = np.zeros(num_slots, np.int32)
+        self.known = np.zeros(num_slots, np.int32)
+        self.computed = np.zeros(num_slots, np.int32)
+        self.limit = np.zeros(num_slots, np.int32)
+        self.min_known = np.zeros(num_slots, np.int32)
+        self.end_ids = np.full((num_slots, 1), -1, np.int32)
+        self.work = np.zeros(num_slots, np.int32)
+        self.num_pages = np.zeros(num_slots, np.int32)
+        self.page_table = np.zeros((num_groups, num_slots, columns), np.int32)
+        self.running = np.zeros(0, np.int32)
+        self.requests: list[Request | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def place(self, request: Request, pages: Int32, matched: int) -> int:
+        """Give `request` a slot with the columns `pages [num_groups, n]`, of which `matched` tokens are computed."""
+        slot = self._free.pop()
+        known = request.known
+        self.tokens[slot, : len(known)] = known
+        self.prompt_len[slot] = request.num_prompt
+        self.known[slot] = len(known)
+        self.computed[slot] = matched
+        self.limit[slot] = request.limit
+        self.min_known[slot] = request.num_prompt + request.params.min_tokens
+        ends = request.end_ids
+        if len(ends) > self.end_ids.shape[1]:
+            wider = np.full((len(self.end_ids), len(ends)), -1, np.int32)
+            wider[:, : self.end_ids.shape[1]] = self.end_ids
+            self.end_ids = wider
+        self.end_ids[slot] = -1
+        self.end_ids[slot, : len(ends)] = ends
+        self.work[slot] = 0
+        self.num_pages[slot] = pages.shape[1]
+        self.page_table[:, slot, : pages.shape[1]] = pages
+        self.requests[slot] = request
+        self.running = np.append(self.running, np.int32(slot))
+        return slot
+
+    def pages(self, slot: int) -> Int32:
+        """The page ids of a slot, int32 [num_groups, columns]; a view."""
+        return self.page_table[:, slot, : self.num_pages[slot]]
+
+    def vacate(self, slot: int) -> Int32:
+        """Free the slot and return a copy of its known tokens; its pages go back to the pool."""
+        known = self.tokens[slot, : self.known[slot]].copy()
+        self.pool.release(self.pages(slot).ravel())
+        self.num_pages[slot] = 0
+        self.requests[slot] = None
+        self.running = self.running[self.running != slot]
+        self._free.append(slot)
+        return known
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring."""
+        both = sorted(self.running.tolist() + self._free)
+        check(both == list(range(len(self.requests))), "running and free slots do not partition the slots")
+        size = self.pool.page_size
+        for slot in self.running.tolist():
+            known, computed = int(self.known[slot]), int(self.computed[slot])
+            check(0 <= computed < known <= self.tokens.shape[1], f"slot {slot}: {computed} of {known} computed")
+            pages = self.pages(slot).ravel()
+            check(len(np.unique(pages)) == len(pages), f"a page stands twice in slot {slot}")
+            check(int(self.pool.refs[pages].min()) >= 1, f"slot {slot} holds a freed page")
+            want = -(-known // size)
+            check(want - 1 <= int(self.num_pages[slot]) <= want, f"slot {slot}: pages do not cover its tokens")
+            request = self.requests[slot]
+            check(request is not None and request.slot == slot, f"slot {slot} and its request disagree")

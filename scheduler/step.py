@@ -1,0 +1,56 @@
+"""StepPlan: what one step computes, decided before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paged.models.base import ForwardBatch
+from scheduler.request import Int32, Request
+from scheduler.slots import Slots
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step over S running requests: their rows as a ragged batch, and which of them get a token.
+
+    slots         int32 [S]   in the order of the batch
+    num_tokens    int32 [S]   rows of each
+    sample_slots  int32 [R]   the slots whose last known token is among the rows: each gets one new token
+    positions     int32 [R]   the position that the new token will have
+    """
+
+    slots: Int32
+    num_tokens: Int32
+    batch: ForwardBatch
+    sample_slots: Int32
+    positions: Int32
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.batch.tokens)
+
+
+def build_plan(state: Slots, slots: Int32, num_tokens: Int32, page_size: int) -> StepPlan:
+    """The plan that computes the next `num_tokens[i]` tokens of each of `slots`. O(rows + pages), vectorised.
+
+    Every array is a copy: the scheduler's own state may move on while a device still reads the plan.
+    """
+    computed = state.computed[slots]
+    ends = computed + num_tokens
+    q_indptr = np.zeros(len(slots) + 1, np.int32)
+    np.cumsum(num_tokens, out=q_indptr[1:])
+    if int(q_indptr[-1]) == len(slots):  # decodes only
+        tokens = state.tokens[slots, computed]
+    else:
+        rows = np.arange(q_indptr[-1], dtype=np.int32)
+        positions = rows + np.repeat(computed - q_indptr[:-1], num_tokens)
+        tokens = state.tokens[np.repeat(slots, num_tokens), positions]
+    columns = int(-(-int(ends.max()) // page_size))
+    tables = state.page_table[:, slots, :columns]
+    done = ends == state.known[slots]
+    batch = ForwardBatch(tokens, q_indptr, ends, np.ascontiguousarray(tables), (q_indptr[1:] - 1)[done])
+    return StepPlan(slots, num_tokens, batch, slots[done], ends[done])

@@ -1,0 +1,87 @@
+"""Models without weights whose logits depend on every visible row, for tests of accounting.
+
+EchoModel stores each token and its position in its KV rows and reads them back through the page tables, so that a
+wrong, stale, doubled or missing row changes its output. `oracle` computes the same logits from the token list alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paged.models.base import ForwardBatch, LanguageModel
+from paged.spec import KVSpec
+
+_MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: any change of the input changes about half of the bits."""
+    with np.errstate(over="ignore"):
+        z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def row_digest(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return mix(tokens.astype(np.uint64) * np.uint64(1_000_003) + positions.astype(np.uint64))
+
+
+def logits_of(digests: np.ndarray, vocab_size: int) -> np.ndarray:
+    """fp32 [n, vocab_size] in 0..8, from one 64-bit number a row."""
+    with np.errstate(over="ignore"):
+        grid = mix(digests[:, None] + np.arange(vocab_size, dtype=np.uint64)[None, :])
+    return ((grid >> np.uint64(40)).astype(np.float64) / 2**21).astype(np.float32)
+
+
+class EchoModel(LanguageModel):
+    def __init__(self, vocab_size: int = 97, max_seq_len: int = 4096, num_groups: int = 1, eos: tuple[int, ...] = ()):
+        self.spec = KVSpec(1, 1, 8, num_groups, (0,) * num_groups)
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.eos_token_ids = eos
+        self.fingerprint = f"echo-{vocab_size}"
+        self.name = "echo"
+        self.num_forwards = 0
+        self.num_rows = 0
+
+    def forward(self, batch: ForwardBatch, storage) -> torch.Tensor:
+        self.num_forwards += 1
+        self.num_rows += len(batch.tokens)
+        planes = storage.pages[:, 0, 0, 0].numpy()  # [num_pages, page_size, 8]
+        digests = np.zeros(len(batch.tokens), np.uint64)
+        for group, plan in enumerate(batch.plans(storage.page_size)):
+            page, offset = plan.slots // storage.page_size, plan.slots % storage.page_size
+            planes[page, offset, 0] = batch.tokens
+            planes[page, offset, 1] = plan.positions
+            planes[page, offset, 2] = group
+            for s in range(plan.num_seqs):
+                n = int(plan.kv_lens[s])
+                where = np.arange(n)
+                rows = planes[plan.page_table[s, where // storage.page_size], where % storage.page_size]
+                good = (rows[:, 1] == where) & (rows[:, 2] == group)
+                each = np.where(good, row_digest(rows[:, 0].astype(np.int64), where), mix(where + 12345))
+                with np.errstate(over="ignore"):
+                    sums = np.cumsum(each, dtype=np.uint64)
+                first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
+                digests[first:last] += sums[n - (last - first) :]
+        return torch.from_numpy(logits_of(digests[batch.logit_rows], self.vocab_size))
+
+    def oracle(self, tokens) -> np.ndarray:
+        """fp32 [vocab_size]: the logits after `tokens`, computed without any page."""
+        ids = np.asarray(tokens, np.int64)
+        with np.errstate(over="ignore"):
+            total = np.sum(row_digest(ids, np.arange(len(ids))), dtype=np.uint64) * np.uint64(self.spec.num_groups)
+        return logits_of(np.array([total], np.uint64), self.vocab_size)[0]
+
+    def greedy(self, prompt, max_tokens: int) -> list[int]:
+        """The tokens a greedy request must give, end ids left out."""
+        tokens, out = list(prompt), []
+        for _ in range(max_tokens):
+            token = int(self.oracle(tokens).argmax())
+            if token in self.eos_token_ids:
+                break
+            tokens.append(token)
+            out.append(token)
+        return out
