@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged.errors import (
+        BadLogits,
         CheckFailed,
         Closed,
         DuplicateRequest,
@@ -56,6 +57,7 @@ _HOME = {
             "PromptTooLong",
             "DuplicateRequest",
             "OutOfPages",
+            "BadLogits",
             "GeometryMismatch",
             "SessionInUse",
             "LoopsMismatch",
@@ -67,6 +69,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BadLogits",
     "CheckFailed",
     "Closed",
     "DuplicateRequest",

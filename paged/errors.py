@@ -9,6 +9,7 @@
     │   └── DuplicateRequest              the id is still live
     ├── OutOfPages (RuntimeError)         the pool has fewer free and evictable pages than asked for
     ├── GeometryMismatch (RuntimeError)   pool, session and cache were built for different models
+    ├── BadLogits (RuntimeError)          rows of logits that no token can be drawn from
     ├── SessionInUse (RuntimeError)       attach was called on a session that already holds context
     ├── LoopsMismatch (RuntimeError)      a handle was built at another depth
     ├── Closed (RuntimeError)             the model or engine was closed
@@ -56,6 +57,14 @@ class OutOfPages(PagedError, RuntimeError):
 
 class GeometryMismatch(PagedError, RuntimeError):
     """Objects that were built for different models, page sizes or codecs were used together."""
+
+
+class BadLogits(PagedError, RuntimeError):
+    """Rows of logits hold NaN or +inf, or nothing but -inf; `rows` names them, the other rows can still be sampled."""
+
+    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 class SessionInUse(PagedError, RuntimeError):

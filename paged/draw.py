@@ -1,0 +1,171 @@
+"""The arithmetic of drawing one token: random numbers, and what is done to one row of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paged.sampling import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Uint64 = npt.NDArray[np.uint64]
+Float64 = npt.NDArray[np.float64]
+Row = npt.NDArray[np.floating]  # [vocab_size]: fp32 as the model gave it, or float64 once edited
+
+LOGPROB_FLOOR = -9999.0  # reported in place of anything lower: JSON has no infinity
+
+_BLOCK = 256  # weights summed together before the cumulative sum
+_HEAD = 256  # weights that top_p sorts at first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log probability of a drawn token, and of the most likely ones as (id, log probability), best first.
+
+    From the model's own logits, before bias, penalties and temperature. Never below -9999.0, so always finite.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def uniforms(seeds: Uint64, positions: Int32) -> Float64:
+    """One number of [0, 1) with 53 random bits for each pair (seed, position); nothing else goes into it.
+
+    Output number `position` of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+    OOPSLA 2014; constants of Vigna's splitmix64.c), started at the mixed seed so that nearby seeds, too, give
+    unrelated streams. O(1) a pair, in any order.
+    """
+    steps = positions.astype(np.uint64) + np.uint64(1)
+    bits = _mix(_mix(seeds) + steps * np.uint64(0x9E3779B97F4A7C15))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: Uint64) -> Uint64:
+    """SplitMix64's finaliser: a bijection of 64-bit words. Array arithmetic wraps without a warning."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def edits_logits(params: SamplingParams) -> bool:
+    """Whether `edit` would change anything."""
+    return (
+        params.logit_bias is not None
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def edit(logits: Row, params: SamplingParams, known: Int32, prompt_len: int) -> Float64:
+    """A float64 copy of one row with bias and penalties; `known` is prompt, then output. O(V + known log known)."""
+    row = logits.astype(np.float64)
+    with np.errstate(over="ignore"):
+        for token_id, bias in (params.logit_bias or {}).items():
+            row[token_id] += bias
+        if params.repetition_penalty != 1.0:
+            # A token that stands twice in `known` gets the same value twice.
+            seen = row[known]
+            row[known] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            ids, counts = np.unique(known[prompt_len:], return_counts=True)
+            row[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    return row
+
+
+def mask(row: Float64, end_ids: Int64) -> None:
+    """Take the end ids out of `row`, in place, unless nothing else can be drawn."""
+    ends = row[end_ids]
+    row[end_ids] = -np.inf
+    if row.max() == -np.inf:
+        row[end_ids] = ends
+
+
+def pick(logits: Row, params: SamplingParams, u: float) -> int:
+    """Temperature, top_k, top_p and min_p on one row whose maximum is finite, then the draw. O(V)."""
+    ids = None
+    if 0 < params.top_k < len(logits):
+        # Before the division by the temperature: it keeps their order.
+        ids = largest(logits, params.top_k)
+        logits = logits[ids]
+    scaled = logits.astype(np.float64)
+    scaled -= scaled.max()
+    with np.errstate(over="ignore", under="ignore"):
+        scaled /= params.temperature
+        weights = np.exp(scaled)
+    keep = None
+    if params.top_p < 1.0:
+        keep = _nucleus(logits, weights, params.top_p)
+        weights = weights[keep]
+    if params.min_p > 0.0:
+        likely = np.flatnonzero(weights >= params.min_p)  # the most likely token weighs 1
+        keep = likely if keep is None else keep[likely]
+        weights = weights[likely]
+    at = _inverse_cdf(weights, u)
+    at = at if keep is None else int(keep[at])
+    return at if ids is None else int(ids[at])
+
+
+def largest(values: Row, k: int) -> Int64:
+    """The indices of the k largest values, ascending; of equal values at the edge, the first. O(V), k >= 1."""
+    if k >= len(values):
+        return np.arange(len(values))
+    edge = np.partition(values, len(values) - k)[len(values) - k]
+    ids = np.flatnonzero(values >= edge)
+    excess = len(ids) - k
+    return np.delete(ids, np.flatnonzero(values[ids] == edge)[-excess:]) if excess else ids
+
+
+def _nucleus(logits: Row, weights: Float64, top_p: float) -> Int64:
+    """The ids, ascending, of the smallest set of most likely tokens that holds top_p of all weight, never empty.
+
+    Few tokens carry most of it as a rule, so only the heaviest are sorted, and more of them while they do not do.
+    """
+    goal, size = top_p * weights.sum(), min(_HEAD, len(weights))
+    while True:
+        head = np.sort(np.partition(weights, len(weights) - size)[len(weights) - size :])[::-1]
+        enough = int(np.cumsum(head).searchsorted(goal)) + 1
+        if enough <= size or size == len(weights):
+            return largest(logits, enough)
+        size = min(8 * size, len(weights))
+
+
+def _inverse_cdf(weights: Float64, u: float) -> int:
+    """The first index at which the cumulative share of `weights` exceeds u, 0 <= u < 1.
+
+    Sums of fixed blocks first, then within one block: a third of the time of a cumulative sum over a vocabulary.
+    """
+    num_blocks = -(-len(weights) // _BLOCK)
+    whole = len(weights) // _BLOCK
+    sums = np.empty(num_blocks)
+    sums[:whole] = weights[: whole * _BLOCK].reshape(whole, _BLOCK).sum(axis=1)
+    if whole < num_blocks:
+        sums[whole] = weights[whole * _BLOCK :].sum()
+    ends = np.cumsum(sums)
+    goal = u * ends[-1]
+    block = int(ends.searchsorted(goal, side="right"))
+    first = block * _BLOCK
+    inside = np.cumsum(weights[first : first + _BLOCK])
+    before = ends[block - 1] if block else 0.0
+    at = int(inside.searchsorted(goal - before, side="right"))
+    # The two sums of a block may round apart: then its last index of any weight is meant.
+    return first + min(at, int(inside.searchsorted(inside[-1])))
+
+
+def token_logprob(logits: Row, token_id: int, num_top: int) -> TokenLogprob:
+    """Log-softmax of one row, in float64, at `token_id` and at its `num_top` highest logits. O(V)."""
+    row = logits.astype(np.float64)
+    peak = row.max()
+    log_total = peak + np.log(np.exp(row - peak).sum())
+
+    def value(i: int) -> float:
+        return max(LOGPROB_FLOOR, float(row[i] - log_total))
+
+    ids = largest(row, num_top) if num_top else np.zeros(0, np.int64)
+    top = ids[np.argsort(-row[ids], kind="stable")].tolist()
+    return TokenLogprob(token_id, value(token_id), tuple((i, value(i)) for i in top))

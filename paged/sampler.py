@@ -1,0 +1,192 @@
+"""Sampler: one token for each row of logits. A row's token never depends on the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paged.draw import Row, TokenLogprob, edit, edits_logits, mask, pick, token_logprob, uniforms
+from paged.errors import BadLogits, check
+from paged.sampling import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+_NO_IDS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """The known tokens of every slot; penalties and min_tokens read it. The arrays may be views of the caller's.
+
+    tokens       int32 [num_slots, max_len]  prompt, then output
+    prompt_lens  int32 [num_slots]
+    known        int32 [num_slots]           number of known tokens: prompt and output
+    """
+
+    tokens: Int32
+    prompt_lens: Int32
+    known: Int32
+
+
+@dataclass(slots=True)
+class Sampled:
+    """tokens int32 [R]; logprobs: an entry a row, None where the row asks for none, or None if no row asks."""
+
+    tokens: Int32
+    logprobs: list[TokenLogprob | None] | None
+
+
+class Sampler:
+    """Draws the next token of each row of a step, by the parameters assigned to the row's slot.
+
+    A row's logits go through, in this order: logit_bias (added), repetition_penalty (over prompt and output),
+    presence_penalty and frequency_penalty (over output), end ids masked while fewer than min_tokens are generated
+    (unless they are all that can be drawn), temperature, top_k, top_p, min_p. Then one number u of [0, 1), a
+    function of (seed, position) alone, picks the first id, in order of ids, at which the cumulative probability of
+    the kept tokens exceeds u. All of it in float64, a row at a time. Ties: arg-max, top_k and top_p prefer the
+    lowest id. The logits are never modified.
+
+    Cost of a step over R rows of V logits: greedy rows without bias or penalties (and past their min_tokens)
+    O(R * V) in a fixed number of vectorised calls; every other row O(V), plus its length where it has penalties.
+
+    Invariant (`check()`): the parameter arrays say of each slot what its assigned parameters say.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._params: list[SamplingParams | None] = [None] * num_slots
+        self._end_ids: list[Int64] = [_NO_IDS] * num_slots
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._assigned = np.zeros(num_slots, np.bool_)
+        self._special = np.zeros(num_slots, np.bool_)  # more than the arg-max of its plain logits
+        self._min_tokens = np.zeros(num_slots, np.int32)  # 0 where there is no end id to mask
+        self._logprobs = np.full(num_slots, -1, np.int32)  # -1: none wanted
+
+    def assign(self, slot: int, params: SamplingParams, seed: int, end_ids: Iterable[int] = ()) -> None:
+        """Rows of `slot` are drawn by `params` from now on. O(ids in params).
+
+        `seed` is `params.seed`, or what `draw_seed` gave for a request without one. `end_ids` are the model's:
+        min_tokens masks them (unless ignore_eos) and stop_token_ids. InvalidRequest if `params` names ids outside
+        the vocabulary.
+        """
+        params.validate_for(self.vocab_size)
+        # An end id that the head has no row for can never be drawn.
+        ends = [i for i in params.end_ids(end_ids) if 0 <= i < self.vocab_size]
+        self._params[slot] = params
+        self._end_ids[slot] = np.array(ends, np.int64)
+        self._seeds[slot] = seed & (2**64 - 1)
+        self._assigned[slot] = True
+        self._special[slot] = not params.greedy or edits_logits(params)
+        self._min_tokens[slot] = min(params.min_tokens, 2**31 - 1) if ends else 0
+        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+
+    def clear(self, slot: int) -> None:
+        """Forget the parameters of `slot`; a second call does nothing."""
+        self._params[slot] = None
+        self._end_ids[slot] = _NO_IDS
+        self._seeds[slot] = 0
+        self._assigned[slot] = False
+        self._special[slot] = False
+        self._min_tokens[slot] = 0
+        self._logprobs[slot] = -1
+
+    def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, history: TokenHistory) -> Sampled:
+        """One token for each row of `logits [R, vocab_size]`; row r belongs to `slots[r]`.
+
+        `positions[r]` is the position that the drawn token will have in its sequence. Logits that are not fp32 on
+        the CPU are copied there. BadLogits, naming every such row, if a row holds NaN or +inf or nothing but -inf:
+        then nothing was drawn, and the call can be repeated with the other rows.
+        """
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size or not len(slots) == len(positions) == len(logits):
+            raise ValueError(
+                f"logits must be [{len(slots)} slots, {self.vocab_size} tokens] with a position a row, "
+                f"got {tuple(logits.shape)} and {len(positions)} positions"
+            )
+        if not self._assigned[slots].all():
+            raise ValueError(f"slot {int(slots[int(self._assigned[slots].argmin())])} has no sampling parameters")
+        rows: npt.NDArray[np.float32] = logits.detach().to("cpu", torch.float32).numpy()
+        # numpy's arg-max is the first maximum, or the first NaN of a row that holds one: its value tells all.
+        best = rows.argmax(axis=1)
+        peaks = rows[np.arange(len(rows)), best]
+        self._refuse(~np.isfinite(peaks), slots, positions)
+        tokens = best.astype(np.int32)
+        num_output = history.known[slots] - history.prompt_lens[slots]
+        special = np.flatnonzero(self._special[slots] | (num_output < self._min_tokens[slots]))
+        if len(special):
+            draws = uniforms(self._seeds[slots[special]], positions[special])
+            for r, u in zip(special.tolist(), draws.tolist(), strict=True):
+                tokens[r] = self._draw(rows[r], int(slots[r]), u, history)
+            self._refuse(tokens < 0, slots, positions)
+        wanted = self._logprobs[slots]
+        if not (wanted >= 0).any():
+            return Sampled(tokens, None)
+        logprobs: list[TokenLogprob | None] = [None] * len(rows)
+        for r in np.flatnonzero(wanted >= 0).tolist():
+            logprobs[r] = token_logprob(rows[r], int(tokens[r]), int(wanted[r]))
+        return Sampled(tokens, logprobs)
+
+    def _refuse(self, bad: npt.NDArray[np.bool_], slots: Int32, positions: Int32) -> None:
+        if not bad.any():
+            return
+        found = np.flatnonzero(bad)
+        r = int(found[0])
+        more = f" (and {len(found) - 1} more rows)" if len(found) > 1 else ""
+        raise BadLogits(
+            f"the logits of row {r}{more}, slot {slots[r]}, position {positions[r]}, must be finite or -inf and leave "
+            f"a token to draw, but hold NaN or +inf or nothing but -inf",
+            tuple(found.tolist()),
+        )
+
+    def _draw(self, logits: Row, slot: int, u: float, history: TokenHistory) -> int:
+        """The token of one row, or -1 if bias and penalties left nothing finite to draw."""
+        params = self._params[slot]
+        assert params is not None  # sample() looked
+        known, prompt_len = int(history.known[slot]), int(history.prompt_lens[slot])
+        masked = known - prompt_len < self._min_tokens[slot]
+        if masked or edits_logits(params):
+            row = edit(logits, params, history.tokens[slot, :known], prompt_len)
+            if masked:
+                mask(row, self._end_ids[slot])
+            logits = row
+        best = int(logits.argmax())
+        if not np.isfinite(logits[best]):
+            return -1
+        return best if params.greedy else pick(logits, params, u)
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring. O(num_slots)."""
+        for slot, assigned in enumerate(self._params):
+            check(bool(self._assigned[slot]) == (assigned is not None), f"slot {slot} is half assigned")
+            params = assigned or SamplingParams()
+            special = not params.greedy or edits_logits(params)
+            check(bool(self._special[slot]) == special, f"slot {slot} would be drawn by the wrong path")
+            least = min(params.min_tokens, 2**31 - 1) if len(self._end_ids[slot]) else 0
+            check(int(self._min_tokens[slot]) == least, f"slot {slot}: min_tokens differ")
+            wanted = -1 if params.logprobs is None else params.logprobs
+            check(int(self._logprobs[slot]) == wanted, f"slot {slot}: logprobs differ")
+
+
+def sample_one(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    seed: int,
+    position: int,
+    prompt: Sequence[int] | Int32,
+    output: Sequence[int] | Int32,
+    end_ids: Iterable[int] = (),
+) -> int:
+    """The token that a Sampler draws for one row, `logits [vocab_size]`, after `prompt` and `output`.
+
+    O(vocab_size + len(prompt) + len(output)). Errors as those of `Sampler.assign` and `Sampler.sample`.
+    """
+    sampler = Sampler(1, logits.shape[-1])
+    sampler.assign(0, params, seed, end_ids)
+    tokens = np.concatenate([np.asarray(prompt, np.int32), np.asarray(output, np.int32)])[None]
+    history = TokenHistory(tokens, np.array([len(prompt)], np.int32), np.array([tokens.shape[1]], np.int32))
+    at = np.array([position], np.int32)
+    return int(sampler.sample(logits.reshape(1, -1), np.zeros(1, np.int32), at, history).tokens[0])
