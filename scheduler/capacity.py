@@ -1,0 +1,29 @@
+"""How many pages an engine takes when nobody says."""
+
+from __future__ import annotations
+
+import os
+
+from paged.kv.storage import PageStorage
+from paged.models.base import LanguageModel
+
+CPU_SHARE = 0.25  # of the machine's memory; pages that are never written stay untouched
+GPU_SHARE = 0.85  # of what the weights leave free
+
+
+def memory_bytes(model: LanguageModel) -> int:
+    """Bytes that the pages may take on the model's device."""
+    if model.device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(model.device)
+        return int(free * GPU_SHARE)
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+
+
+def default_num_pages(model: LanguageModel, page_size: int, kv_dtype: str, max_num_seqs: int) -> int:
+    """As many pages as the memory share holds, but no more than `max_num_seqs` sequences of full length can use."""
+    codec = model.default_kv_dtype() if kv_dtype == "auto" else kv_dtype
+    page_bytes = PageStorage(model.spec, 1, page_size, codec, "cpu").page_bytes
+    useful = max_num_seqs * model.spec.num_groups * -(-model.max_seq_len // page_size)
+    return max(model.spec.num_groups, min(memory_bytes(model) // page_bytes, useful))

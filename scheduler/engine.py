@@ -1,0 +1,380 @@
+"""Engine: a model, its pages, the prefix cache, the scheduler and the sampler, behind a few verbs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paged.errors import Closed, InvalidRequest, check
+from paged.kv.pages import Int32
+from paged.models.base import LanguageModel
+from paged.models.registry import load_model
+from paged.prefix.cache import PrefixCache
+from paged.prefix.hashing import as_tokens
+from paged.sampler import Sampled, Sampler, TokenHistory
+from paged.sampling import SamplingParams, draw_seed
+from paged.text import OutputText
+from scheduler.capacity import default_num_pages
+from scheduler.config import SchedulerConfig
+from scheduler.live import Live
+from scheduler.offline import run_batch
+from scheduler.output import Event, RequestOutput
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler, StepResult
+from scheduler.stream import Stream
+
+Prompt = str | Sequence[int] | Int32
+_EXPLAINED = 1000  # finished requests that explain() still knows
+
+
+class Engine:
+    """Serves many requests over one pool of KV pages.
+
+    An Engine may be shared by threads: each call takes its lock, and a thread that waits for its own request runs
+    steps for all. `generate` and `stream` drive the engine themselves; with `submit`, the caller calls `step` until
+    `has_work` is False.
+
+    Invariants (`check()`): those of the scheduler, the pool, the cache and the sampler; the engine keeps a record for
+    exactly the live requests.
+    """
+
+    def __init__(
+        self,
+        source: str | LanguageModel,
+        *,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        kv_dtype: str = "auto",
+        max_seq_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        policy: str = "fcfs",
+        prefix_cache: bool = True,
+        device: str = "auto",
+        config: SchedulerConfig | None = None,
+    ) -> None:
+        """`source` is what `load_model` takes: "smollm2", a .gguf file, a Hugging Face folder, or a model object.
+
+        num_pages defaults to a quarter of the machine's memory (on a GPU, to most of what the weights leave free),
+        at most what `max_num_seqs` sequences can use; on the CPU, unused pages cost address space only.
+        max_num_batched_tokens defaults to 512 on the CPU and 4096 on a GPU. `config` gives all limits at once
+        instead of the arguments of the same names.
+        """
+        self.model = load_model(source, max_seq_len=max_seq_len, device=device)
+        on_gpu = self.model.device.type == "cuda"
+        self.config = config or SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or (4096 if on_gpu else 512),
+            policy=policy,
+        )
+        if num_pages is None:
+            num_pages = default_num_pages(self.model, page_size, kv_dtype, self.config.max_num_seqs)
+        self.pool = self.model.create_kv_pool(num_pages, page_size, kv_dtype)
+        self.cache = PrefixCache(self.pool) if prefix_cache else None
+        self.scheduler = Scheduler(
+            self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups
+        )
+        state = self.scheduler.state
+        self.sampler = Sampler(self.config.max_num_seqs, self.model.vocab_size)
+        self._history = TokenHistory(state.tokens, state.prompt_len, state.known)
+        self._lock = threading.RLock()
+        self._live: dict[str, Live] = {}
+        self._events: deque[Event] = deque()  # of requests that no generate or stream call waits for
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_EXPLAINED)
+        self._ids = itertools.count()
+        self._closed = False
+
+    # Verbs ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: str = "",
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Run a batch to its end; returns the outputs in the order of the prompts. `progress` shows a bar.
+
+        `params` is one for all or one for each. A prompt that cannot run raises before anything is submitted, and
+        names its place in the batch. A request that fails alone ends with finish_reason "error".
+        """
+        return run_batch(self, prompts, params, namespace, progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Stream:
+        """Submit one request and iterate over its events as they come; closing the iterator cancels the request."""
+        return Stream(self, self.start(self.prepare(prompt, params, namespace=namespace), owned=True, keeps_events=True))
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> str:
+        """Queue one request and return its id; its events come out of `step`.
+
+        InvalidRequest (a ValueError) or TypeError if it can never run; nothing else is touched then.
+        """
+        request = self.prepare(prompt, params, request_id=request_id, priority=priority, namespace=namespace)
+        self.start(request)
+        return request.id
+
+    def step(self) -> list[Event]:
+        """Run one step; returns the events of submitted requests since the last call, an empty list when idle."""
+        with self._lock:
+            self.advance()
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now with finish_reason "cancelled"; False if it is not live (any more)."""
+        with self._lock:
+            live = self._live.get(request_id)
+            if live is None:
+                return False
+            self._end(live, "cancelled")
+            return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live, or an event waits to be taken by `step`."""
+        return bool(self._live) or bool(self._events)
+
+    def prefix_match_len(self, prompt: Prompt, namespace: str = "") -> int:
+        """How many leading tokens of `prompt` a request would attach right now. Takes nothing, touches no entry."""
+        with self._lock:
+            if self.cache is None:
+                return 0
+            return self.cache.match_len(self.tokens_of(prompt), namespace)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached page at once; the call to make after weights were changed in place.
+
+        Requests that run go on with the rows they have; what they compute from now on is not cached.
+        """
+        with self._lock:
+            if self.cache is not None:
+                self.cache.release()
+            self.pool.fingerprint = self.model.fingerprint
+
+    # Reading --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, all plain numbers; see SchedulerStats and PrefixStats for what each one counts."""
+        with self._lock:
+            pool, scheduler = self.pool, self.scheduler
+            numbers: dict[str, Any] = {
+                "num_running": scheduler.state.num_running,
+                "num_waiting": len(scheduler.waiting),
+                "num_pages": pool.num_pages,
+                "free_pages": pool.num_free,
+                "live_pages": pool.num_live,
+                "cached_only_pages": pool.num_cached_only,
+                "usage": pool.usage,
+            }
+            for stats in (scheduler.stats, self.cache.stats if self.cache is not None else None):
+                if stats is not None:
+                    numbers.update({name: getattr(stats, name) for name in stats.__slots__})
+            return numbers
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Where a request's tokens came from: live requests, and the last 1000 that ended. KeyError for others."""
+        with self._lock:
+            live = self._live.get(request_id)
+            if live is not None:
+                return _account(live.request, self.scheduler)
+            for record in reversed(self._recent):
+                if record["request_id"] == request_id:
+                    return dict(record)
+        raise KeyError(f"no live or recent request has the id {request_id!r}")
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring."""
+        with self._lock:
+            self.scheduler.check()
+            self.sampler.check()
+            check(self._live.keys() == self.scheduler.requests.keys(), "engine and scheduler disagree on what is live")
+
+    def close(self) -> None:
+        """Cancel what is live and give the pages back; later calls raise Closed. A second close does nothing."""
+        with self._lock:
+            for live in list(self._live.values()):
+                self._end(live, "cancelled")
+            if self.cache is not None:
+                self.cache.release()
+            self._closed = True
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # For generate, stream and servers -------------------------------------------------------------------------
+
+    def tokens_of(self, prompt: Prompt) -> Int32:
+        """A prompt's token ids, checked against the vocabulary. InvalidRequest or TypeError says what is wrong."""
+        if isinstance(prompt, str):
+            if self.model.tokenizer is None:
+                raise InvalidRequest("this model has no tokenizer: give the prompt as token ids")
+            prompt = self.model.tokenizer.encode(prompt)
+        tokens = as_tokens(prompt)
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty; it needs at least one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.model.vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}, got {bad}")
+        return tokens
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> Request:
+        """A request that was checked in every way but is not queued yet."""
+        if self._closed:
+            raise Closed("this engine was closed; make a new one")
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        params.validate_for(self.model.vocab_size)
+        tokens = self.tokens_of(prompt)
+        limit = self.scheduler.fit(len(tokens), params.max_tokens)
+        return Request(
+            id=request_id if request_id is not None else f"request-{next(self._ids)}",
+            prompt=tokens.copy(),  # the caller may reuse its buffer
+            params=params,
+            seed=params.seed if params.seed is not None else draw_seed(),
+            end_ids=params.end_ids(self.model.eos_token_ids),
+            limit=limit,
+            namespace=namespace,
+            priority=priority,
+        )
+
+    def start(self, request: Request, owned: bool = False, keeps_events: bool = False) -> Live:
+        """Queue a prepared request."""
+        with self._lock:
+            if self._closed:
+                raise Closed("this engine was closed; make a new one")
+            self.scheduler.add(request)
+            text = None
+            if self.model.tokenizer is not None:
+                p = request.params
+                text = OutputText(self.model.tokenizer.token_bytes, p.stop, p.include_stop, p.min_tokens)
+            live = Live(request, text, owned, keeps_events)
+            self._live[request.id] = live
+            return live
+
+    def drive(self, live: Live) -> Event | None:
+        """The next event of a request that the caller owns, running steps for all until there is one.
+
+        None when it has ended and every event was taken.
+        """
+        while not live.events:
+            if live.output is not None:
+                return None
+            self.drive_once(live)
+        return live.events.popleft()
+
+    def drive_once(self, live: Live) -> None:
+        """One step for all, unless `live` has ended meanwhile. A request that nothing can move ends with "error"."""
+        with self._lock:
+            if live.output is None and not live.events and not self.advance():
+                self._end(live, "error", "the pages that it needs are held by sessions outside this engine")
+
+    def advance(self) -> bool:
+        """One step of the scheduler, the model and the sampler; False if nothing could run. Takes the lock."""
+        with self._lock:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return False
+            try:
+                for request in plan.admitted:
+                    self.sampler.assign(request.slot, request.params, request.seed, request.end_ids)
+                logits = self.model.forward(plan.batch, self._storage())
+                sampled = self.sampler.sample(logits, plan.sample_slots, plan.positions, self._history)
+            except Exception as error:
+                for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
+                    self._close(self._live[request.id], Event(request.id))
+                return True
+            self._deliver(self.scheduler.commit(plan, sampled.tokens), sampled)
+            return True
+
+    def _storage(self) -> Any:
+        return self.pool.storage
+
+    def _deliver(self, result: StepResult, sampled: Sampled) -> None:
+        """Turn the step's tokens into text and events, and end the requests that a stop string ended."""
+        logprobs = sampled.logprobs
+        for i, (request, token) in enumerate(zip(result.requests, result.tokens.tolist(), strict=True)):
+            live = self._live.get(request.id)
+            if live is None:
+                continue
+            event = Event(request.id)
+            by_end_id = request.finish_reason == "stop"
+            if not by_end_id or request.params.include_stop:
+                event.token_ids.append(token)
+                try:
+                    event.text, stopped = live.push(token, logprobs[i] if logprobs is not None else None)
+                except Exception as error:
+                    request.error = f"{type(error).__name__}: {error}"
+                    self.scheduler.finish(request, "error")
+                    request.finish_reason, stopped = "error", False
+                if stopped:
+                    self.scheduler.finish(request, "stop")
+                    request.finish_reason = "stop"
+            if request.finish_reason is not None:
+                self._close(live, event)
+            elif live.keeps_events:
+                live.events.append(event)
+            elif not live.owned:
+                self._events.append(event)
+
+    def _end(self, live: Live, reason: str, error: str = "") -> None:
+        live.request.error = error
+        self.scheduler.finish(live.request, reason)
+        self._close(live, Event(live.request.id))
+
+    def _close(self, live: Live, event: Event) -> None:
+        """The scheduler has ended this request: build its output and hand out the last event."""
+        request = live.request
+        rest = live.close(request.finish_reason or "error")
+        del self._live[request.id]
+        self._recent.append(_account(request, self.scheduler))
+        event.text += rest
+        event.output = live.output
+        if live.keeps_events:
+            live.events.append(event)
+        elif not live.owned:
+            self._events.append(event)
+
+
+def _account(request: Request, scheduler: Scheduler) -> dict[str, Any]:
+    running = int(scheduler.state.work[request.slot]) if request.slot >= 0 else 0
+    return {
+        "request_id": request.id,
+        "state": request.state.name.lower(),
+        "finish_reason": request.finish_reason,
+        "error": request.error,
+        "num_prompt_tokens": request.num_prompt,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_computed_tokens": request.num_computed_tokens + running,
+        "num_preemptions": request.num_preemptions,
+        "num_reattached_tokens": request.num_reattached_tokens,
+        "num_bypassed": request.num_bypassed,
+    }
+

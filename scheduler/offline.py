@@ -1,0 +1,83 @@
+"""Offline batches: many prompts in, their outputs in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from paged.sampling import SamplingParams
+from scheduler.output import RequestOutput
+from scheduler.request import Request
+
+if TYPE_CHECKING:
+    from scheduler.engine import Engine, Prompt
+
+
+def as_batch(prompts: Any) -> list[Any]:
+    """A list of prompts from one prompt or several; a flat list of ints and a flat array are one prompt."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, (int, np.integer)) for item in batch):
+        return [batch]
+    return batch
+
+
+def prepare_batch(
+    engine: Engine,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    namespace: str,
+) -> list[Request]:
+    """Check every prompt before any is queued; an error names the place of the prompt that it is about."""
+    batch = as_batch(prompts)
+    each = params if isinstance(params, Sequence) else [cast(SamplingParams, params)] * len(batch)
+    if len(each) != len(batch):
+        raise ValueError(f"{len(batch)} prompts need one SamplingParams or {len(batch)} of them, got {len(each)}")
+    requests = []
+    for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
+        try:
+            requests.append(engine.prepare(prompt, one, namespace=namespace))
+        except (ValueError, TypeError) as error:
+            if len(batch) == 1:
+                raise
+            error.args = (f"prompt {i} of {len(batch)}: {error}",)
+            raise
+    return requests
+
+
+def run_batch(
+    engine: Engine,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    namespace: str,
+    progress: bool,
+) -> list[RequestOutput]:
+    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it."""
+    lives = [engine.start(request, owned=True) for request in prepare_batch(engine, prompts, params, namespace)]
+    bar = None
+    if progress:
+        from tqdm import tqdm
+
+        bar = tqdm(total=len(lives), unit="req", desc="generate", smoothing=0.1)
+    try:
+        outputs = []
+        done = 0
+        for live in lives:
+            while live.output is None:
+                engine.drive_once(live)
+                if bar is not None:
+                    now = sum(other.output is not None for other in lives)
+                    bar.set_postfix(tokens=engine.scheduler.stats.generated_tokens, refresh=False)
+                    bar.update(now - done)
+                    done = now
+            outputs.append(live.output)
+        return outputs
+    finally:
+        for live in lives:
+            if live.output is None:
+                engine.cancel(live.request.id)
+        if bar is not None:
+            bar.close()

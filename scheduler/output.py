@@ -1,0 +1,45 @@
+"""What callers get back: events while a request runs, one RequestOutput when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One finished request.
+
+    token_ids holds every generated token; an end id is left out unless `include_stop` asks for it. text ends where a
+    stop string begins, token_ids do not: usage counts what was generated. logprobs, if asked for, has one entry for
+    each of token_ids. num_cached_tokens of the prompt were attached instead of computed; num_computed_tokens counts
+    rows, recomputation after preemptions included.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # "stop" | "length" | "cancelled" | "error"
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_preemptions: int
+    logprobs: list[Any] | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Event:
+    """What one step did to one request: new tokens, the text that they completed, and the output if it has ended.
+
+    text may lag behind the tokens: it holds whole characters only, and nothing that could still become a stop string.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    output: RequestOutput | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.output is not None
