@@ -63,17 +63,16 @@ def run_batch(
 
         bar = tqdm(total=len(lives), unit="req", desc="generate", smoothing=0.1)
     try:
-        outputs = []
-        done = 0
+        outputs: list[RequestOutput] = []
+        stats = engine.scheduler.stats
+        finished, generated = stats.num_finished, stats.generated_tokens
         for live in lives:
-            while live.output is None:
+            while (output := live.output) is None:
                 engine.drive_once(live)
                 if bar is not None:
-                    now = sum(other.output is not None for other in lives)
-                    bar.set_postfix(tokens=engine.scheduler.stats.generated_tokens, refresh=False)
-                    bar.update(now - done)
-                    done = now
-            outputs.append(live.output)
+                    bar.set_postfix(tokens=stats.generated_tokens - generated, refresh=False)
+                    bar.update(min(len(lives), stats.num_finished - finished) - bar.n)
+            outputs.append(output)
         return outputs
     finally:
         for live in lives:
