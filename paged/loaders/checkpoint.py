@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from paged.errors import LoadError, MissingTensor
+from paged.errors import MissingTensor
 from paged.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -95,36 +96,32 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def check_tensors(
-    config: ModelConfig,
-    tensors: TensorSource,
-    where: Callable[[str], str] | None = None,
-    harmless: Iterable[str] = (),
-) -> None:
-    """Raise MissingTensor unless every tensor of `config` is there in its shape; warn of tensors it does not use.
+    config: ModelConfig, tensors: TensorSource, place: Callable[[str], str], harmless: str = "(?!)"
+) -> list[str]:
+    """Names of the tensors that `config` calls for; MissingTensor unless each is there in its shape.
 
-    `where(name)` is the file to name in a message and how the tensor is called in it. Reads no tensor.
+    Warns of tensors it does not call for, but for names in which the pattern `harmless` is found. `place(name)` is
+    the file and the tensor as a message names them. Reads no tensor.
     """
-    where = where or (lambda name: f"{tensors.source}: {name}")
     expected = expected_tensors(config)
     found = dict.fromkeys(tensors.names())
     for name, shape in expected.items():
         if name not in found:
-            hint = " (tie_word_embeddings is false, so the model has a head of its own)" * (name == "lm_head.weight")
-            raise MissingTensor(f"{where(name)}: expected a tensor of shape {list(shape)}, found none{hint}")
+            why = (
+                " (tie_word_embeddings is false, so the model has a head of its own)"
+                if name == "lm_head.weight"
+                else ""
+            )
+            raise MissingTensor(f"{place(name)}: expected a tensor of shape {list(shape)}, found none{why}")
         if tensors.shape(name) != shape:
             raise MissingTensor(
-                f"{where(name)}: expected shape {list(shape)}, found {list(tensors.shape(name))}; "
+                f"{place(name)}: expected shape {list(shape)}, found {list(tensors.shape(name))}; "
                 "the configuration and the weights belong to different models"
             )
-    extra = [name for name in found if name not in expected and name not in set(harmless)]
+    extra = [name for name in found if name not in expected and not re.search(harmless, name)]
     if extra:
         listed = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-        warnings.warn(f"{tensors.source}: ignored tensors that a {config.family} model has no use for: {listed}",
-                      stacklevel=3)  # fmt: skip
-
-
-def float_dtype(name: str, dtype: torch.dtype, source: str) -> torch.dtype:
-    """`dtype` if it is a plain floating type; LoadError otherwise, since integers and fp8 need scales to mean a value."""
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        raise LoadError(f"{source}: {name} must be stored as F64, F32, F16 or BF16, found {dtype}")
-    return dtype
+        warnings.warn(
+            f"{tensors.source}: ignored tensors that a {config.family} model has no use for: {listed}", stacklevel=3
+        )
+    return list(expected)
