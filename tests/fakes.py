@@ -85,3 +85,53 @@ class EchoModel(LanguageModel):
             tokens.append(token)
             out.append(token)
         return out
+
+
+class ByteTokenizer:
+    """Token i stands for `pieces[i]`; a prompt text is one token a byte where the vocabulary has that byte."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        self.eos_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
+        return np.array([self.pieces.index(bytes([b])) for b in text.encode()], np.int32)
+
+    def decode(self, ids, skip_special: bool = True) -> str:
+        return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.pieces[token] if token < len(self.pieces) else b""
+
+
+class ScriptModel(LanguageModel):
+    """Emits a given token list: after a prompt of any length, output i is `script[i]`, then the end id 0.
+
+    The prompt's length is read from its first token, so that the model needs no state of its own.
+    """
+
+    def __init__(self, script: list[int], vocab_size: int = 64, max_seq_len: int = 512, eos: tuple[int, ...] = (0,)):
+        self.spec = KVSpec(1, 1, 8)
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.eos_token_ids = eos
+        self.fingerprint = "script"
+        self.name = "script"
+        self.script = script
+
+    def forward(self, batch: ForwardBatch, storage) -> torch.Tensor:
+        planes = storage.pages[:, 0, 0, 0].numpy()
+        plan = batch.plans(storage.page_size)[0]
+        planes[plan.slots // storage.page_size, plan.slots % storage.page_size, 0] = batch.tokens
+        logits = torch.zeros(len(batch.logit_rows), self.vocab_size)
+        seqs = np.searchsorted(plan.q_indptr, batch.logit_rows, side="right") - 1
+        for i, (row, s) in enumerate(zip(batch.logit_rows.tolist(), seqs.tolist(), strict=True)):
+            prompt_len = int(planes[plan.page_table[s, 0], 0, 0])
+            at = int(plan.positions[row]) + 1 - prompt_len
+            logits[i, self.script[at] if at < len(self.script) else 0] = 5.0
+        return logits
+
+    @staticmethod
+    def prompt(n: int) -> list[int]:
+        """A prompt of `n` tokens that this model understands."""
+        return [n] + [1] * (n - 1)
