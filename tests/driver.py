@@ -1,0 +1,76 @@
+"""Drives a Scheduler over an EchoModel, greedily, with every invariant checked after every step."""
+
+from __future__ import annotations
+
+import numpy as np
+from fakes import EchoModel
+
+from paged.prefix.cache import PrefixCache
+from paged.prefix.hashing import page_hash
+from paged.sampling import SamplingParams
+from scheduler.config import SchedulerConfig
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from scheduler.step import StepPlan
+
+
+class Driver:
+    def __init__(
+        self,
+        num_pages: int = 64,
+        page_size: int = 16,
+        cache: bool = True,
+        model: EchoModel | None = None,
+        max_pages: int = 0,
+        hash_page=page_hash,
+        **config,
+    ) -> None:
+        self.model = model or EchoModel()
+        self.pool = self.model.create_kv_pool(num_pages, page_size)
+        self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page) if cache else None
+        self.scheduler = Scheduler(
+            self.pool, self.model.max_seq_len, SchedulerConfig(**config), self.cache, self.model.spec.num_groups
+        )
+        self.outputs: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.plans: list[dict[str, int]] = []  # rows of each request, step by step
+
+    def submit(self, name: str, prompt, max_tokens: int | None = 8, namespace: str = "", **params) -> Request:
+        ids = np.asarray(prompt, np.int32)
+        limit = self.scheduler.fit(len(ids), max_tokens)
+        settings = SamplingParams(max_tokens=max_tokens, **params)
+        ends = () if settings.ignore_eos else self.model.eos_token_ids
+        request = Request(name, ids, settings, 0, ends, limit, namespace)
+        self.scheduler.add(request)
+        self.outputs[name] = []
+        self.requests[name] = request
+        return request
+
+    def step(self) -> StepPlan | None:
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        if plan is None:
+            return None
+        rows = zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)
+        self.plans.append({scheduler.state.requests[slot].id: n for slot, n in rows})
+        logits = self.model.forward(plan.batch, self.pool.storage).numpy()
+        result = scheduler.commit(plan, logits.argmax(axis=1).astype(np.int32))
+        for request, token in zip(result.requests, result.tokens.tolist(), strict=True):
+            if not (request in result.finished and request.finish_reason == "stop"):
+                self.outputs[request.id].append(token)
+        scheduler.check()
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            assert self.step() is not None, "there is work and nothing runs"
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def expect_all_exact(self) -> None:
+        """Every output is what the model gives without pages, batches or caches."""
+        for name, request in self.requests.items():
+            tokens = request.params.max_tokens or 10**9
+            tokens = min(tokens, self.scheduler.capacity - request.num_prompt)
+            assert self.outputs[name] == self.model.greedy(request.prompt.tolist(), tokens), name
