@@ -1,0 +1,143 @@
+"""Promise 1: the same logits, bit for bit on the CPU in fp32, however a request was computed.
+
+Twelve prompts run alone, batched, chunked, cold and warm, preempted, and on shuffled page ids. Every row of logits that
+a token was drawn from is kept and compared with `torch.equal`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paged import load_model
+from scheduler import Engine, SamplingParams, SchedulerConfig
+
+MAX_TOKENS = 6
+Logits = dict[tuple[str, int], torch.Tensor]
+
+
+def record(engine: Engine) -> Logits:
+    """Keep a copy of every row of logits by (request id, position of the token drawn from it)."""
+    seen: Logits = {}
+    sample = engine.sampler.sample
+
+    def recording(logits, slots, positions, history):
+        for row, slot, position in zip(logits, slots.tolist(), positions.tolist(), strict=True):
+            key = (engine.scheduler.state.requests[slot].id, position)
+            assert key not in seen, "a token was drawn twice"
+            seen[key] = row.clone()
+        return sample(logits, slots, positions, history)
+
+    engine.sampler.sample = recording  # type: ignore[method-assign]
+    return seen
+
+
+def prompts_of(vocab_size: int) -> list[np.ndarray]:
+    """Twelve prompts of 1 to 90 tokens; half of them share 40 tokens."""
+    rng = np.random.default_rng(11)
+    head = rng.integers(0, vocab_size, 40)
+    lengths = (1, 2, 15, 16, 17, 33, 5, 8, 24, 31, 40, 50)
+    out = []
+    for i, n in enumerate(lengths):
+        own = rng.integers(0, vocab_size, n)
+        out.append((np.concatenate([head, own]) if i >= 6 else own).astype(np.int32))
+    return out
+
+
+def run(model, prompts, *, warm=False, preempt=False, shuffle=False, page_size=16, **limits) -> Logits:
+    """All prompts as one batch under the given limits, with greedy and seeded requests mixed."""
+    config = SchedulerConfig(**{"max_num_seqs": 16, "max_num_batched_tokens": 1024, **limits})
+    with Engine(model, num_pages=4096 // page_size, page_size=page_size, config=config) as engine:
+        if shuffle:
+            np.random.default_rng(5).shuffle(engine.pool._free)
+        if warm:
+            engine.generate(prompts, SamplingParams(max_tokens=1))
+        seen = record(engine)
+        for i, prompt in enumerate(prompts):
+            hot = {"temperature": 0.9, "seed": i} if i % 2 else {}
+            engine.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **hot), request_id=str(i))
+        steps = 0
+        while engine.has_work:
+            engine.step()
+            engine.check()
+            steps += 1
+            if preempt and steps in (2, 4, 5):
+                for slot in engine.scheduler.state.running[::2].tolist():
+                    engine.scheduler.preempt(engine.scheduler.state.requests[slot])
+        if warm:
+            assert engine.stats()["hit_tokens"] > 0
+        if preempt:
+            assert engine.stats()["num_preemptions"] > 3
+        return seen
+
+
+def alone(model, prompts) -> Logits:
+    seen: Logits = {}
+    for i, prompt in enumerate(prompts):
+        hot = {"temperature": 0.9, "seed": i} if i % 2 else {}
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **hot)
+        with Engine(model, num_pages=64, prefix_cache=False) as engine:
+            one = record(engine)
+            engine.submit(prompt, params, request_id=str(i))
+            while engine.has_work:
+                engine.step()
+        seen.update(one)
+    return seen
+
+
+WAYS = {
+    "batched": {},
+    "chunk 1": {"max_chunk_tokens": 1},
+    "chunk 7": {"max_chunk_tokens": 7},
+    "chunk 64": {"max_chunk_tokens": 64},
+    "budget 20": {"max_num_batched_tokens": 20},
+    "warm": {"warm": True},
+    "warm, chunk 7": {"warm": True, "max_chunk_tokens": 7},
+    "preempted": {"preempt": True},
+    "preempted, chunk 7": {"preempt": True, "max_chunk_tokens": 7},
+    "shuffled pages": {"shuffle": True},
+    "shuffled, warm, preempted": {"shuffle": True, "warm": True, "preempt": True},
+}
+
+
+def compare(got: Logits, want: Logits) -> None:
+    assert got.keys() == want.keys()
+    for key, row in want.items():
+        assert torch.isfinite(row).all()
+        assert torch.equal(got[key], row), f"request {key[0]}, position {key[1]}: {(got[key] - row).abs().max()}"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = load_model("tiny:llama")
+    prompts = prompts_of(model.vocab_size)
+    return model, prompts, alone(model, prompts)
+
+
+@pytest.fixture(scope="module")
+def real(smollm2):
+    prompts = prompts_of(smollm2.vocab_size)
+    return smollm2, prompts, alone(smollm2, prompts)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_tiny_models_logits_have_the_same_bits(tiny, way: str) -> None:
+    model, prompts, want = tiny
+    compare(run(model, prompts, **WAYS[way]), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_real_models_logits_have_the_same_bits(real, way: str) -> None:
+    model, prompts, want = real
+    compare(run(model, prompts, **WAYS[way]), want)
+
+
+def test_the_comparison_finds_one_changed_bit(tiny) -> None:
+    _, _, want = tiny
+    key = next(iter(want))
+    got = {k: v.clone() for k, v in want.items()}
+    got[key].view(torch.int32)[0] ^= 1
+    with pytest.raises(AssertionError, match="request"):
+        compare(got, want)
