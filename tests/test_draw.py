@@ -56,9 +56,7 @@ def test_neither_neighbours_nor_order_change_a_number() -> None:
     seeds = np.array([7, 2**63, 0, 7, WORD], np.uint64)
     positions = np.array([3, 0, 9, 4, 2**31 - 1], np.int32)
     together = uniforms(seeds, positions)
-    assert together.tolist() == [
-        uniform_of(s, p) for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)
-    ]
+    assert together.tolist() == [uniform_of(s, p) for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)]
     assert uniforms(seeds[::-1], positions[::-1]).tolist() == together[::-1].tolist()
     assert uniforms(seeds[:0], positions[:0]).shape == (0,)
 
@@ -247,7 +245,7 @@ def test_the_ends_of_the_range_pick_the_first_and_the_last_that_has_weight(size:
 
 def test_no_number_of_the_range_picks_what_has_no_weight() -> None:
     rng = np.random.default_rng(1)
-    for _ in range(300):
+    for _ in range(50):
         weights = np.exp(rng.normal(0, 8, 1000)) * (rng.random(1000) < 0.02)
         weights[500] = 1.0
         ends = np.cumsum(weights)
@@ -269,7 +267,6 @@ def test_no_number_of_the_range_picks_what_has_no_weight() -> None:
         ({"min_p": 1.0}, [1]),
         ({"min_p": 0.3}, [1, 3, 4, 5]),
         ({"top_k": 3, "min_p": 1.0}, [1]),
-        ({"top_k": 4, "top_p": 0.45}, [1, 3]),
         # Shares of e, 1, 1, 1 are 0.475 and thrice 0.175: top_p counts in what top_k has left.
         ({"top_k": 4, "top_p": 0.47}, [1]),
         ({"top_k": 4, "top_p": 0.48}, [1, 3]),
@@ -281,12 +278,8 @@ def test_no_number_of_the_range_picks_what_has_no_weight() -> None:
 )
 def test_only_what_the_filters_keep_can_be_drawn(params: dict[str, float], kept: list[int]) -> None:
     logits = np.array([-3.0, 1.0, -2.0, 0.0, 0.0, 0.0], np.float32)
-    if params.get("top_k") == 4 and params.get("top_p") == 0.45:
-        kept = [1]
-    if params.get("top_k") == 3 and "min_p" not in params:
-        kept = [1, 3, 4]
     p = SamplingParams(**{"temperature": 1.0, **params})  # type: ignore[arg-type]
-    drawn = {pick(logits, p, u) for u in [*np.linspace(0, 1, 4001)[:-1].tolist(), ALMOST_ONE]}
+    drawn = {pick(logits, p, u) for u in [*np.linspace(0, 1, 501)[:-1].tolist(), ALMOST_ONE]}
     assert sorted(drawn) == kept
 
 
