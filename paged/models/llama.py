@@ -1,0 +1,301 @@
+"""The Llama-like models: Llama, Mistral, Qwen2, Qwen3 and what shares their layout (SmolLM2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from paged.errors import MissingTensor
+from paged.kv.storage import PageStorage
+from paged.loaders.checkpoint import expected_tensors
+from paged.models.base import ForwardBatch, LanguageModel
+from paged.models.config import ModelConfig
+from paged.models.fingerprint import fingerprint_of, tensor_digest
+from paged.models.layers import RMSNorm, silu_mul
+from paged.models.linear import PackedLinear, row_mode
+from paged.models.rotary import Rotary, rotate
+from paged.ops.dispatch import Backend, get_backend
+from paged.ops.plan import AttendPlan
+from paged.spec import KVSpec
+
+TensorOf = Callable[[str], torch.Tensor]  # Hugging Face name -> values
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Weights of one layer; q, k and v are one product, gate and up another."""
+
+    input_norm: RMSNorm
+    qkv: PackedLinear
+    qk_norm: RMSNorm | None
+    output: PackedLinear
+    post_norm: RMSNorm
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the rows of a layer lie: its page group, its index in the group's pages, its window."""
+
+    group: int
+    index: int
+    window: int
+
+
+class _Buffers:
+    """Memory that the layers of one forward share, so that large steps do not fetch fresh pages in every operation."""
+
+    __slots__ = ("act", "normed", "rotated", "scratch")
+
+    def __init__(self, config: ModelConfig, rows: int, like: torch.Tensor, dtype: torch.dtype) -> None:
+        heads = config.num_heads + config.num_kv_heads
+        self.normed = like.new_empty(rows, config.hidden_size)
+        self.rotated = like.new_empty(rows, heads, 2, config.head_dim // 2)
+        self.scratch = torch.empty_like(self.rotated)
+        self.act = like.new_empty(rows, config.intermediate_size, dtype=dtype)
+
+
+class LlamaModel(LanguageModel):
+    """A decoder of RMSNorm, rotary attention with grouped heads, and SwiGLU, over paged K and V.
+
+    On the CPU in fp32 the logits of a row have the same bits whatever else is in the batch, however its prompt was
+    cut into chunks, and wherever its pages lie (given a backend whose rows have that property). Layers with equal
+    windows share one page group. The sum of layer outputs is kept in fp32 whatever `dtype` the weights have.
+
+    `forward` keeps no state: threads may call it at once, on different pages.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: TensorOf,
+        *,
+        max_seq_len: int | None = None,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`tensors(name)` gives each tensor of `expected_tensors(config)`; they are read once, one after another.
+
+        `max_seq_len` lowers the limit of the config and cannot raise it.
+        """
+        if max_seq_len is not None and max_seq_len < 1:
+            raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
+        self.name = config.family
+        self._places, self.spec = _page_groups(config)
+        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.max_seq_len, self.device)
+        self._scale = config.head_dim**-0.5
+        self._digests: dict[str, bytes] = {}
+        read = self._digesting(tensors)
+        with torch.inference_mode():
+            self._embed = read("model.embed_tokens.weight")
+            self._layers = [self._build_layer(index, read) for index in range(config.num_layers)]
+            self._final_norm = RMSNorm(read("model.norm.weight"), config.rms_norm_eps)
+            self._head = PackedLinear(self._embed if config.tie_embeddings else read("lm_head.weight"))
+        self.fingerprint = fingerprint_of(config, self._digests)
+
+    # Computing ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
+        """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`, new memory."""
+        backend = get_backend(self.device)
+        plans = batch.plans(storage.page_size)
+        tokens = torch.from_numpy(batch.tokens).to(self.device)
+        x = F.embedding(tokens, self._embed).float()
+        cos_sin = self._rotary.rows(plans[0].positions)
+        buffers = _Buffers(self.config, len(x), x, self.dtype)
+        for layer, place in zip(self._layers, self._places, strict=True):
+            plan = plans[place.group]
+            self._attention(layer, place, x, cos_sin, buffers, (backend, storage, plan))
+            normed = layer.post_norm(x, buffers.normed).to(self.dtype)
+            x += layer.down(silu_mul(layer.gate_up(normed), buffers.act))
+        if len(batch.logit_rows) != len(x):
+            x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(self.device))
+        normed = self._final_norm(x, torch.empty_like(x)).to(self.dtype)
+        return self._head(normed).float()
+
+    def _attention(
+        self,
+        layer: _Layer,
+        place: _Place,
+        x: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        buffers: _Buffers,
+        pages: tuple[Backend, PageStorage, AttendPlan],
+    ) -> None:
+        """Add the attention block of one layer to x, `[T, hidden_size]`."""
+        config, (backend, storage, plan) = self.config, pages
+        rows, heads, dim = len(x), config.num_heads, config.head_dim
+        rotating = heads + config.num_kv_heads
+        qkv = layer.qkv(layer.input_norm(x, buffers.normed).to(self.dtype))
+        qk = qkv[:, : rotating * dim].view(rows, rotating, dim).float()
+        if layer.qk_norm is not None:
+            qk = layer.qk_norm(qk, torch.empty_like(qk, memory_format=torch.contiguous_format))
+        rotate(qk.view(rows, rotating, 2, dim // 2), *cos_sin, buffers.rotated, buffers.scratch)
+        rotated = buffers.rotated.view(rows, rotating, dim)
+        k = rotated[:, heads:].contiguous()
+        v = qkv[:, rotating * dim :].reshape(rows, config.num_kv_heads, dim).float().contiguous()
+        backend.append(storage, place.index, k, v, plan)
+        q = rotated[:, :heads].to(self.dtype).contiguous()
+        mixed = backend.attend(q, storage, place.index, plan, scale=self._scale, window=place.window)
+        x += layer.output(mixed.view(rows, heads * dim))
+
+    # Weights --------------------------------------------------------------------------------------------------
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The present values of one weight by its Hugging Face name, `[out_features, in_features]` or `[n]`.
+
+        A copy where the weight is packed. KeyError for a name that the model does not have.
+        """
+        prefix, _, kind = name.rpartition(".")
+        if name not in self._digests:
+            raise KeyError(name)
+        if prefix == "model.embed_tokens":
+            return self._embed
+        if prefix == "lm_head":
+            return self._head.dense()
+        if prefix == "model.norm":
+            return self._final_norm.weight
+        _, _, index, *path = prefix.split(".")
+        part = path[-1]
+        layer = self._layers[int(index)]
+        heads = self.config.num_heads
+        if part in ("q_norm", "k_norm") and layer.qk_norm is not None:
+            return layer.qk_norm.weight[0 if part == "q_norm" else heads]
+        if part in ("input_layernorm", "post_attention_layernorm"):
+            return (layer.input_norm if part == "input_layernorm" else layer.post_norm).weight
+        fused, start, size = self._fused_rows(layer)[part]
+        values = fused.dense() if kind == "weight" else fused.bias
+        assert values is not None
+        return values[start : start + size]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight as (Hugging Face name, values), one at a time."""
+        for name in self._digests:
+            yield name, self.tensor(name)
+
+    @torch.inference_mode()
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the named weights and the fingerprint. Cost: the layers named are packed again.
+
+        No forward may run meanwhile. Rows that the old weights computed are wrong from now on: pools and caches made
+        before refuse this model (GeometryMismatch) or forget (`Engine.reset_prefix_cache`). MissingTensor for a name
+        the model does not have or another shape; then nothing was changed.
+        """
+        expected = expected_tensors(self.config)
+        for name, values in tensors.items():
+            if name not in expected:
+                raise MissingTensor(f"update_weights: expected names of this model's tensors, found {name!r}")
+            if tuple(values.shape) != expected[name]:
+                raise MissingTensor(
+                    f"update_weights: {name} must have shape {list(expected[name])}, found {list(values.shape)}"
+                )
+
+        def read(name: str) -> torch.Tensor:
+            return tensors[name] if name in tensors else self.tensor(name)
+
+        config, digesting = self.config, self._digesting(read)
+        for index in sorted({int(n.split(".")[2]) for n in tensors if n.startswith("model.layers.")}):
+            self._layers[index] = self._build_layer(index, digesting)
+        if "model.embed_tokens.weight" in tensors:
+            self._embed = digesting("model.embed_tokens.weight").clone()
+            if config.tie_embeddings:
+                self._head = PackedLinear(self._embed)
+        if "model.norm.weight" in tensors:
+            self._final_norm = RMSNorm(digesting("model.norm.weight").clone(), config.rms_norm_eps)
+        if "lm_head.weight" in tensors:
+            self._head = PackedLinear(digesting("lm_head.weight"))
+        self.fingerprint = fingerprint_of(config, self._digests)
+
+    def refresh_fingerprint(self) -> str:
+        """Hash the weights again, after they were changed in some other way than `update_weights`; returns the new
+        fingerprint. Cost: one copy of every weight, about 0.5 s a billion."""
+        self._digests = {name: tensor_digest(values) for name, values in self.named_tensors()}
+        self.fingerprint = fingerprint_of(self.config, self._digests)
+        return self.fingerprint
+
+    def _digesting(self, tensors: TensorOf) -> TensorOf:
+        """`tensors`, in the model's dtype and on its device, with a note of each one's digest."""
+
+        def read(name: str) -> torch.Tensor:
+            values = tensors(name).detach().to(self.dtype)
+            self._digests[name] = tensor_digest(values)
+            return values.to(self.device)
+
+        return read
+
+    def _build_layer(self, index: int, read: TensorOf) -> _Layer:
+        config, prefix = self.config, f"model.layers.{index}."
+
+        def linear(names: tuple[str, ...], with_bias: bool) -> PackedLinear:
+            weight = torch.cat([read(f"{prefix}{name}.weight") for name in names])
+            bias = torch.cat([read(f"{prefix}{name}.bias") for name in names]) if with_bias else None
+            return PackedLinear(weight, bias)
+
+        qk_norm = None
+        if config.qk_norm:
+            q_norm, k_norm = (read(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+            each = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
+            qk_norm = RMSNorm(torch.stack(each), config.rms_norm_eps)
+        return _Layer(
+            input_norm=RMSNorm(read(prefix + "input_layernorm.weight").clone(), config.rms_norm_eps),
+            qkv=linear(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.attention_bias),
+            qk_norm=qk_norm,
+            output=linear(("self_attn.o_proj",), config.output_bias),
+            post_norm=RMSNorm(read(prefix + "post_attention_layernorm.weight").clone(), config.rms_norm_eps),
+            gate_up=linear(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
+            down=linear(("mlp.down_proj",), config.mlp_bias),
+        )
+
+    def _fused_rows(self, layer: _Layer) -> dict[str, tuple[PackedLinear, int, int]]:
+        """For each projection: the product that holds it, its first row there, its number of rows."""
+        config = self.config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
+        return {
+            "q_proj": (layer.qkv, 0, q),
+            "k_proj": (layer.qkv, q, kv),
+            "v_proj": (layer.qkv, q + kv, kv),
+            "o_proj": (layer.output, 0, config.hidden_size),
+            "gate_proj": (layer.gate_up, 0, inner),
+            "up_proj": (layer.gate_up, inner, inner),
+            "down_proj": (layer.down, 0, config.hidden_size),
+        }
+
+    def extra_info(self) -> dict[str, Any]:
+        """Family, size, dtype, and how matrix products keep their rows apart."""
+        config = self.config
+        return {
+            "family": config.family,
+            "num_layers": config.num_layers,
+            "num_parameters": int(sum(np.prod(shape) for shape in expected_tensors(config).values())),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "row_mode": row_mode() if self.device.type == "cpu" and self.dtype == torch.float32 else "plain",
+        }
+
+
+def _page_groups(config: ModelConfig) -> tuple[list[_Place], KVSpec]:
+    """One page group for each distinct window, in order of first use; a page has room for the largest group."""
+    windows: list[int] = []
+    counts: list[int] = []
+    places = []
+    for window in config.layer_windows:
+        if window not in windows:
+            windows.append(window)
+            counts.append(0)
+        group = windows.index(window)
+        places.append(_Place(group, counts[group], window))
+        counts[group] += 1
+    spec = KVSpec(max(counts), config.num_kv_heads, config.head_dim, len(windows), tuple(windows))
+    return places, spec
