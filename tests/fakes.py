@@ -1,7 +1,8 @@
 """Models without weights whose logits depend on every visible row, for tests of accounting.
 
-EchoModel stores each token and its position in its KV rows and reads them back through the page tables, so that a
-wrong, stale, doubled or missing row changes its output. `oracle` computes the same logits from the token list alone.
+EchoModel stores each token and its position in its KV rows, and beside them a digest of everything before, and reads
+all of it back through the page tables, so that a wrong, stale, doubled or missing row, or the right tokens after
+another prefix, change its output. `oracle` computes the same logits from the token list alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 
 from paged.models.base import ForwardBatch, LanguageModel
+from paged.ops.plan import AttendPlan
 from paged.spec import KVSpec
 
-_MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
+_JUNK = np.uint64(0xBAD)  # stands for a row that is not the one it should be
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -25,7 +27,8 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def row_digest(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return mix(tokens.astype(np.uint64) * np.uint64(1_000_003) + positions.astype(np.uint64))
+    ids = np.nan_to_num(tokens, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int64).astype(np.uint64)
+    return mix(ids * np.uint64(1_000_003) + positions.astype(np.uint64))
 
 
 def logits_of(digests: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -33,6 +36,23 @@ def logits_of(digests: np.ndarray, vocab_size: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         grid = mix(digests[:, None] + np.arange(vocab_size, dtype=np.uint64)[None, :])
     return ((grid >> np.uint64(40)).astype(np.float64) / 2**21).astype(np.float32)
+
+
+def prefix_sums(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.cumsum(values, dtype=np.uint64)
+
+
+def split(digests: np.ndarray) -> np.ndarray:
+    """uint64 [n] as four 16-bit numbers [n, 4], which fp32 holds exactly."""
+    return np.stack([(digests >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)], axis=1)
+
+
+def join(pieces: np.ndarray) -> np.ndarray:
+    """What `split` split; pieces that were never written give some number."""
+    whole = np.nan_to_num(pieces, nan=1.0, posinf=2.0, neginf=3.0).clip(0, 0xFFFF).astype(np.uint64)
+    shifted = [whole[:, i] << np.uint64(16 * i) for i in range(4)]
+    return shifted[0] | shifted[1] | shifted[2] | shifted[3]
 
 
 class EchoModel(LanguageModel):
@@ -47,6 +67,7 @@ class EchoModel(LanguageModel):
         self.num_rows = 0
 
     def forward(self, batch: ForwardBatch, storage) -> torch.Tensor:
+        """Two layers: rows of the first depend on their token, rows of the second on all tokens up to it."""
         self.num_forwards += 1
         self.num_rows += len(batch.tokens)
         planes = storage.pages[:, 0, 0, 0].numpy()  # [num_pages, page_size, 8]
@@ -57,22 +78,31 @@ class EchoModel(LanguageModel):
             planes[page, offset, 1] = plan.positions
             planes[page, offset, 2] = group
             for s in range(plan.num_seqs):
-                n = int(plan.kv_lens[s])
-                where = np.arange(n)
-                rows = planes[plan.page_table[s, where // storage.page_size], where % storage.page_size]
-                good = (rows[:, 1] == where) & (rows[:, 2] == group)
-                each = np.where(good, row_digest(rows[:, 0].astype(np.int64), where), mix(where + 12345))
-                with np.errstate(over="ignore"):
-                    sums = np.cumsum(each, dtype=np.uint64)
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
-                digests[first:last] += sums[n - (last - first) :]
+                rows, good = self._visible(planes, plan, s, group)
+                sums = prefix_sums(np.where(good, row_digest(rows[:, 0], np.arange(len(rows))), _JUNK))
+                planes[page[first:last], offset[first:last], 3:7] = split(sums[len(rows) - (last - first) :])
+            for s in range(plan.num_seqs):
+                first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
+                rows, good = self._visible(planes, plan, s, group)
+                sums = prefix_sums(np.where(good, mix(join(rows[:, 3:7])), _JUNK))
+                with np.errstate(over="ignore"):
+                    digests[first:last] += sums[len(rows) - (last - first) :]
         return torch.from_numpy(logits_of(digests[batch.logit_rows], self.vocab_size))
+
+    @staticmethod
+    def _visible(planes: np.ndarray, plan: AttendPlan, s: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows [kv_len, 8] of sequence s as they lie in the pages, and which of them are where they should be."""
+        where = np.arange(int(plan.kv_lens[s]))
+        rows = planes[plan.page_table[s, where // plan.page_size], where % plan.page_size]
+        return rows, (rows[:, 1] == where) & (rows[:, 2] == group)
 
     def oracle(self, tokens) -> np.ndarray:
         """fp32 [vocab_size]: the logits after `tokens`, computed without any page."""
         ids = np.asarray(tokens, np.int64)
         with np.errstate(over="ignore"):
-            total = np.sum(row_digest(ids, np.arange(len(ids))), dtype=np.uint64) * np.uint64(self.spec.num_groups)
+            total = prefix_sums(mix(prefix_sums(row_digest(ids, np.arange(len(ids))))))[-1]
+            total = total * np.uint64(self.spec.num_groups)
         return logits_of(np.array([total], np.uint64), self.vocab_size)[0]
 
     def greedy(self, prompt, max_tokens: int) -> list[int]:
