@@ -50,8 +50,10 @@ __global__ void __launch_bounds__(kSimpleThreads) simple_kernel(const AttendPara
     for (int d = 0; d < 8; ++d) q[g][d] = 0.0f;
     if (!loads) continue;
     if (p.query.fp32) {
-#pragma unroll
-      for (int d = 0; d < 8; ++d) q[g][d] = static_cast<const float*>(p.query.q)[at + d];
+      const auto* f = reinterpret_cast<const float4*>(static_cast<const float*>(p.query.q) + at);
+      const float4 x = f[0], y = f[1];
+      q[g][0] = x.x, q[g][1] = x.y, q[g][2] = x.z, q[g][3] = x.w;
+      q[g][4] = y.x, q[g][5] = y.y, q[g][6] = y.z, q[g][7] = y.w;
     } else {
       unpack8<T>(q[g], load16(static_cast<const uint16_t*>(p.query.q) + at));
     }
