@@ -54,8 +54,8 @@ class Session:
         """Run `tokens` after the present history; returns fp32 logits [vocab_size] of the last of them.
 
         No tokens: nothing happens, and the last logits (None in a fresh session) come back. PromptTooLong past the
-        model's length, InvalidRequest for an id outside the vocabulary, OutOfPages if the pool is full; then the
-        session is as it was before the chunk (of 512 tokens) that failed.
+        model's length, InvalidRequest for an id outside the vocabulary, OutOfPages if the pool is full; then, and
+        after any error of the model, the session is as it was before the chunk (of 512 tokens) that failed.
         """
         new = as_tokens(tokens)
         if not len(new):
@@ -72,7 +72,7 @@ class Session:
         return self.logits
 
     def _eval_chunk(self, new: Int32) -> None:
-        end = self._n_past + len(new)
+        end, before = self._n_past + len(new), self.table.num_pages
         self.table.ensure(self._n_past, end)
         batch = ForwardBatch(
             tokens=new,
@@ -81,7 +81,11 @@ class Session:
             page_tables=self.table.rows[:, None, :],
             logit_rows=np.array([len(new) - 1], np.int32),
         )
-        self.logits = self.model.forward(batch, self.storage)[0]
+        try:
+            self.logits = self.model.forward(batch, self.storage)[0]
+        except BaseException:
+            self.table.truncate(before)  # a fork would share pages that both then write
+            raise
         self._remember(new)
 
     def _remember(self, new: Int32) -> None:
@@ -108,9 +112,7 @@ class Session:
             self._seed = draw_seed()
         seed = params.seed if params.seed is not None else self._seed
         history = self.tokens
-        return sample_one(
-            self.logits, params, seed or 0, self._n_past, history[:num_prompt], history[num_prompt:]
-        )
+        return sample_one(self.logits, params, seed or 0, self._n_past, history[:num_prompt], history[num_prompt:])
 
     def fork(self) -> Session:
         """Another session with the same history over the same pages; the first write into a shared page copies it."""
@@ -129,8 +131,8 @@ class Session:
 
     def __del__(self) -> None:
         table = getattr(self, "table", None)
-        if table is not None:
-            table.release()
+        if table is not None and table.num_pages:
+            self.pool.drop(table.rows.ravel())
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paged.errors import DuplicateRequest, OutOfPages, PromptTooLong, check
+from paged.errors import DuplicateRequest, InvalidRequest, OutOfPages, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.prefix.cache import PrefixCache
 from scheduler.config import SchedulerConfig
@@ -99,7 +99,15 @@ class Scheduler:
         return min(wanted, self.capacity)
 
     def add(self, request: Request) -> None:
-        """Queue a request. DuplicateRequest while another one with its id is live."""
+        """Queue a request. DuplicateRequest while another one with its id is live.
+
+        InvalidRequest if it has no prompt, or a limit that `fit` would not give.
+        """
+        if not 0 < request.num_prompt < request.limit <= self.capacity:
+            raise InvalidRequest(
+                f"a request needs at least one prompt token and a limit above it of at most {self.capacity} tokens, "
+                f"got {request.num_prompt} prompt tokens and limit {request.limit}; take the limit from fit()"
+            )
         if request.id in self.requests:
             raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
         request.known = request.prompt
@@ -109,7 +117,10 @@ class Scheduler:
         self.waiting.add(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a live request now; its pages go back, its full pages stay cached. Nothing if it has ended already."""
+        """End a live request now; its pages go back, its full pages stay cached. Nothing if it has ended already.
+
+        A running one cannot end while a step is in flight: the step writes into its pages.
+        """
         if request.state == RequestState.FINISHED:
             return
         if request.state == RequestState.WAITING:
@@ -140,9 +151,8 @@ class Scheduler:
         admitted: list[Request] = []
         if len(self.waiting) and budget and state.num_free and not preempted:
             self.sharing.begin()
-            for slot, n in zip(slots.tolist(), num_tokens.tolist(), strict=True):
-                if n > 1:
-                    self.sharing.offer(self._at(slot), state, n)
+            for i in np.flatnonzero(num_tokens > 1).tolist():
+                self.sharing.offer(self._at(int(slots[i])), state, int(num_tokens[i]))
             admitted = self._admit(budget)
         if admitted:
             new = state.running[len(slots) :]
@@ -162,6 +172,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, tokens: Int32) -> StepResult:
         """Take the step's new tokens, one for each of `plan.sample_slots`; publish full pages; end what has ended."""
         check(plan is self._in_flight, "commit() of a plan that is not in flight")
+        check(len(tokens) == len(plan.sample_slots), "commit() needs one token for each of plan.sample_slots")
         self._in_flight = None
         state, size = self.state, self.pool.page_size
         before = state.computed[plan.slots]
@@ -227,6 +238,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages and queue it again at its old place; its full pages stay in the cache."""
+        check(request.state == RequestState.RUNNING, "preempt() of a request that does not run")
         self.stats.num_preemptions += 1
         self.stats.preempted_tokens += int(self.state.computed[request.slot])
         request.num_preemptions += 1
@@ -288,7 +300,7 @@ class Scheduler:
         matched = 0
         offered = None
         if self.cache is not None:
-            if request.cursor is None:
+            if request.cursor is None or request.cursor.epoch.over:
                 request.cursor = self.cache.cursor(request.namespace)
             matched = self.cache.seek(request.cursor, request.known) // size
             offered = self.sharing.follow(request)
@@ -345,6 +357,7 @@ class Scheduler:
             self.pool.release(old)
 
     def _vacate(self, request: Request) -> None:
+        check(self._in_flight is None, "a running request was ended or preempted between schedule() and commit()")
         self.sharing.settle([request])
         request.num_computed_tokens += int(self.state.work[request.slot])
         request.known = self.state.vacate(request.slot)

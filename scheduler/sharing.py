@@ -34,7 +34,7 @@ class StepSharing:
     def offer(self, request: Request, state: Slots, num_tokens: int) -> None:
         """This step computes `num_tokens` more of the running `request`. O(pages filled)."""
         cursor, slot, size = request.cursor, request.slot, self.page_size
-        if cursor is None or cursor.closed:
+        if cursor is None or not cursor.open:
             return
         computed = int(state.computed[slot])
         first, last = len(cursor.nodes), (computed + num_tokens) // size
@@ -66,10 +66,11 @@ class StepSharing:
     def expect(self, request: Request) -> None:
         """`request` will fill the pages of its known tokens in this step and later ones."""
         cursor = request.cursor
-        if cursor is not None and not cursor.closed:
+        if cursor is not None and cursor.open:
             self._owners.add(request.id)
             for key in cursor.keys[len(cursor.nodes) :]:
-                self._expected.setdefault(key, request)
+                if not self._is_expected(key):
+                    self._expected[key] = request
 
     def settle(self, requests: Iterable[Request]) -> None:
         """The prefill of `requests` is over, or they lost their slots: nobody waits for them any more."""
@@ -83,7 +84,12 @@ class StepSharing:
                         del self._expected[key]
 
     def awaits(self, request: Request, num_pages: int) -> bool:
-        """Whether page `num_pages` of the waiting `request` is being computed by a running one."""
+        """Whether page `num_pages` of the waiting `request` is being computed by a running one that will publish it."""
         cursor = request.cursor
-        limit = (len(request.known) - 1) // self.page_size
-        return cursor is not None and num_pages < limit and cursor.keys[num_pages] in self._expected
+        if cursor is None or num_pages >= (len(request.known) - 1) // self.page_size:
+            return False
+        return self._is_expected(cursor.keys[num_pages])
+
+    def _is_expected(self, key: Hashable) -> bool:
+        owner = self._expected.get(key)
+        return owner is not None and owner.cursor is not None and owner.cursor.open

@@ -15,7 +15,7 @@ class PageTable:
     `ensure` is the only place that takes pages. A fork shares every page; `ensure` copies a shared page before
     rows are written into it, so a full page never changes and a partial page has one writer.
 
-    Invariants (`check()`): each id is live and stands once in the table; the table has whole columns.
+    Invariants (`check()`): each id is live and stands once in the table.
     """
 
     def __init__(self, pool: PagePool, num_groups: int = 1) -> None:
@@ -84,10 +84,15 @@ class PageTable:
         other._rows = self._rows
         return other
 
+    def truncate(self, num_pages: int) -> None:
+        """Give back the columns from `num_pages` on. O(pages)."""
+        ids = self._rows[:, num_pages:].ravel()
+        self._rows = np.ascontiguousarray(self._rows[:, :num_pages])
+        self.pool.release(ids)
+
     def release(self) -> None:
         """Give every page back and be empty; a second call does nothing."""
-        ids, self._rows = self._rows.ravel(), np.zeros((self.num_groups, 0), np.int32)
-        self.pool.release(ids)
+        self.truncate(0)
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""

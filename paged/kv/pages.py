@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ class PagePool:
         """`max_pages` above `num_pages` lets the pool double, up to that size, before anything is evicted."""
         if not 1 <= num_pages <= MAX_PAGES:
             raise UnsupportedShape(f"num_pages must be between 1 and {MAX_PAGES}, got {num_pages}")
+        if (max_pages or 0) > MAX_PAGES:
+            raise UnsupportedShape(f"max_pages must be at most {MAX_PAGES}, got {max_pages}")
         if page_size < 1:
             raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
@@ -52,6 +55,7 @@ class PagePool:
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
         self._num_cached_only = 0
+        self._dropped: deque[Int32] = deque()  # by finalisers
         # The prefix cache sets both: `reclaim(n)` gives back at least n pages if it can; `on_idle(ids)` hears of
         # held pages that lost their last other holder.
         self.reclaim: Callable[[int], object] | None = None
@@ -63,17 +67,19 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        self._collect()
         return self._num_free
 
     @property
     def num_cached_only(self) -> int:
         """Pages that only the prefix cache holds: they can be had by evicting."""
+        self._collect()
         return self._num_cached_only
 
     @property
     def num_live(self) -> int:
         """Pages that at least one sequence holds."""
-        return self.num_pages - self._num_free - self._num_cached_only
+        return self.num_pages - self.num_free - self._num_cached_only
 
     @property
     def num_available(self) -> int:
@@ -90,6 +96,9 @@ class PagePool:
 
         OutOfPages if that is not enough; then nothing was taken and nothing evicted.
         """
+        if n < 0:
+            raise ValueError(f"the number of pages must be 0 or more, got {n}")
+        self._collect()
         if n > self._num_free:
             if n > self.num_available:
                 raise OutOfPages(
@@ -127,6 +136,10 @@ class PagePool:
             if self.on_idle is not None:
                 self.on_idle(idle)
 
+    def drop(self, ids: Int32) -> None:
+        """`release` for finalisers, which may run in the middle of any other call: it happens at the next one."""
+        self._dropped.append(ids)
+
     def hold(self, ids: Int32) -> None:
         """The cache becomes a holder of each page of `ids` (distinct, live, not held yet)."""
         if self.held[ids].any() or (self.refs[ids] < 1).any():
@@ -144,6 +157,10 @@ class PagePool:
         freed = ids[refs == 0]
         self._num_cached_only -= len(freed)
         self._push(freed)
+
+    def _collect(self) -> None:
+        while self._dropped:
+            self.release(self._dropped.popleft())
 
     def _push(self, ids: Int32) -> None:
         end = self._num_free + len(ids)
@@ -168,6 +185,7 @@ class PagePool:
 
     def check(self) -> None:
         """Assert the invariants of the class docstring. O(num_pages)."""
+        self._collect()
         free = self._free[: self._num_free]
         check(int((self.refs == 0).sum()) == self._num_free, "the free list and the reference counts disagree")
         check(len(np.unique(free)) == self._num_free, "an id stands twice in the free list")
@@ -175,7 +193,8 @@ class PagePool:
         check(not (self.held & (self.refs < 1)).any(), "the cache holds a page whose count is 0")
         cached_only = int(((self.refs == 1) & self.held).sum())
         check(cached_only == self._num_cached_only, f"{cached_only} cached-only pages, counted {self._num_cached_only}")
-        check(self.num_free + self.num_live + self.num_cached_only == self.num_pages, "the pages do not add up")
+        live = int((self.refs > self.held).sum())
+        check(self.num_free + live + self.num_cached_only == self.num_pages, "the pages do not add up")
         if self.storage is not None:
             check(self.storage.num_pages == self.num_pages, "pool and storage differ in size")
             self.storage.check()

@@ -29,8 +29,7 @@ class PrefixCache:
     pages of others first, then its own tail. Not thread-safe.
 
     Invariants (`check()`): those of the index; the pool's `held` flags are exactly the index's pages; every idle
-    leaf can be evicted; each chain's live pages are those in the index; no more than `max_pages` pages are held
-    unless sequences use them.
+    leaf can be evicted; each chain's live pages are those in the index; no more than `max_pages` pages are held.
     """
 
     def __init__(
@@ -149,8 +148,10 @@ class PrefixCache:
         """
         index, stats, size = self.index, self.stats, self.pool.page_size
         start, end = len(cursor.nodes), pages.shape[1]
-        if cursor.closed or end <= start:
+        if not cursor.open or end <= start:
             return []
+        if self.pool.on_idle != self._on_idle:
+            raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
         if start and index.birth[cursor.nodes[-1]] != cursor.births[-1]:
             cursor.closed = True  # its chain was dropped while it ran: a page without its parent is never cached
             return []
@@ -170,7 +171,7 @@ class PrefixCache:
                 stats.num_collisions += 1
                 cursor.closed = True
                 break
-            if not cursor.chain:
+            if cursor.chain not in self._chains:
                 self._open_chain(cursor, preview)
             index.add(cursor, key, tokens[column * size : (column + 1) * size], pages[:, column])
         new = pages[:, first : len(cursor.nodes)]
@@ -200,13 +201,14 @@ class PrefixCache:
         return list(self._chains.values())
 
     def evict(self, num_pages: int) -> int:
-        """Evict idle leaves until `num_pages` pages are free; returns how many became free."""
+        """Evict idle leaves until at least `num_pages` pages became free, or none is left; returns how many did."""
         return self._reclaim(num_pages)
 
     def release(self) -> None:
         """Drop every entry at once. Pages that sequences use stay theirs; later look-ups match nothing.
 
-        Also the call to make after a model's weights were changed in place.
+        Also the call to make after a model's weights were changed in place: what cursors of before compute from now
+        on is not cached. A session that holds rows of the old weights must not be donated.
         """
         self.pool.unhold(self.index.clear())
         self.queue.clear()
@@ -286,5 +288,4 @@ class PrefixCache:
         for node in live.tolist():
             idle_leaf = not index.children[node] and self._idle(node)
             check(not idle_leaf or node in queued, "an idle leaf cannot be evicted")
-        used = int((self.pool.refs[self.pool.held] > 1).sum())
-        check(not self.max_pages or self.held_pages <= max(self.max_pages, used), "more pages are held than max_pages")
+        check(not self.max_pages or self.held_pages <= self.max_pages, "more pages are held than max_pages")

@@ -60,8 +60,9 @@ def as_tokens(tokens: object) -> Int32:
     if array.dtype != np.int32:
         if array.dtype.kind not in "iu":
             raise TypeError(f"token ids must be whole numbers, got values of type {array.dtype}")
-        if len(array) and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
-            raise InvalidRequest(f"token ids must fit int32, got {int(array.max())}")
+        low, high = (int(array.min()), int(array.max())) if len(array) else (0, 0)
+        if low < -(2**31) or high >= 2**31:
+            raise InvalidRequest(f"token ids must fit int32, got {low if low < -(2**31) else high}")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

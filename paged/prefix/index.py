@@ -14,20 +14,34 @@ NO_NODE = -1
 
 
 @dataclass(slots=True)
+class Epoch:
+    """The time between two clearings of an index. Rows computed in one that is over may be those of other weights."""
+
+    over: bool = False
+
+
+@dataclass(slots=True)
 class Cursor:
     """Where one token sequence stands in the index: its page keys, and the nodes that its leading pages match.
 
     A scheduler keeps one for each request, so that nothing is hashed or looked up twice. `births` tells a node from
-    a later one in the same place. A closed cursor publishes no more (a collision, or its chain was evicted).
+    a later one in the same place. A closed cursor publishes no more (a collision, or its chain was evicted); nor does
+    one of an epoch that is over, whose nodes may even be other pages by now.
     """
 
     namespace: bytes
     root: Hashable
+    epoch: Epoch = field(default_factory=Epoch)
     keys: list[Hashable] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     births: list[int] = field(default_factory=list)
     chain: int = 0
     closed: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether pages computed below this cursor may still enter the index."""
+        return not (self.closed or self.epoch.over)
 
     def restart(self) -> None:
         """Back to the root, for a sequence that lost its pages; its page keys are kept."""
@@ -55,6 +69,7 @@ class PrefixIndex:
         self.by_key: dict[Hashable, int] = {}
         self.keys: list[Hashable] = []
         self.tick = 0
+        self.epoch = Epoch()
         self._next_birth = 1
         self._free: list[int] = []
         self._roots: dict[bytes, int] = {}
@@ -78,7 +93,7 @@ class PrefixIndex:
 
     def cursor(self, namespace: bytes) -> Cursor:
         """A cursor at the root of `namespace`."""
-        return Cursor(namespace, root_hash(namespace))
+        return Cursor(namespace, root_hash(namespace), self.epoch)
 
     def seek(self, cursor: Cursor, tokens: Int32, limit: int) -> int:
         """Move the cursor as deep as the first `limit` pages of `tokens` are cached; returns the pages matched.
@@ -90,9 +105,9 @@ class PrefixIndex:
             nodes.pop()
             births.pop()
         extend_keys(cursor.keys, cursor.root, tokens[: limit * self.page_size], self.page_size, self.hash_page)
-        start, get, found = len(nodes), self.by_key.get, []
-        for key in cursor.keys[start:limit]:
-            node = get(key)
+        start, get, keys, found = len(nodes), self.by_key.get, cursor.keys, []
+        for column in range(start, limit):
+            node = get(keys[column])
             if node is None:
                 break
             found.append(node)
@@ -111,11 +126,6 @@ class PrefixIndex:
         parents[1:] = found[:-1]
         good = (self.tokens[found] == want).all(axis=1) & (self.parent[found] == parents)
         return n if good.all() else int(good.argmin())
-
-    def holds(self, node: int, cursor: Cursor, tokens: Int32) -> bool:
-        """Whether `node` is the page `tokens [page_size]` right below the cursor."""
-        parent = cursor.nodes[-1] if cursor.nodes else self._roots.get(cursor.namespace, NO_NODE)
-        return int(self.parent[node]) == parent and bool((self.tokens[node] == tokens).all())
 
     def add(self, cursor: Cursor, key: Hashable, tokens: Int32, pages: Int32) -> int:
         """Insert a page below the cursor's last node and move the cursor to it. O(1) amortised."""
@@ -166,7 +176,9 @@ class PrefixIndex:
         return parent
 
     def clear(self) -> Int32:
-        """Forget every node at once; returns the page ids they held. Ticks and births go on."""
+        """Forget every node at once; returns the page ids they held. Ticks and births go on, a new epoch begins."""
+        self.epoch.over = True
+        self.epoch = Epoch()
         live = np.flatnonzero(self.birth >= 0)
         pages = self.pages[live].ravel()
         self.node_of_page[pages] = NO_NODE
@@ -178,10 +190,6 @@ class PrefixIndex:
         self.keys = [None] * len(self.birth)
         self._free = list(range(len(self.birth) - 1, -1, -1))
         return pages
-
-    def namespaces(self) -> list[bytes]:
-        """The namespaces that have at least one page."""
-        return list(self._roots)
 
     def _root(self, namespace: bytes) -> int:
         root = self._roots.get(namespace)
