@@ -68,7 +68,8 @@ class ChatTemplate:
 
         Raises InvalidRequest where the messages are not objects with a "role", or where the template fails on them.
         """
-        if isinstance(messages, (str, Mapping)) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        listed = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not listed or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise InvalidRequest('messages must be a sequence of objects with a "role" and mostly a "content"')
         try:
             return self._template.render(

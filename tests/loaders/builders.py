@@ -155,12 +155,14 @@ def write_gguf(
 
 
 def train_bpe(add_bos: bool = False) -> Tokenizer:
-    """A byte-level BPE of about 400 tokens with the control tokens SPECIAL, as tokenizer.json files have them."""
+    """A byte-level BPE of 390 tokens with the control tokens SPECIAL, as tokenizer.json files have them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=390, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(

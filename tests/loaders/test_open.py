@@ -41,7 +41,9 @@ def test_a_path_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_whatever_else_is_given_is_one_load_error(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r'expected a .gguf file, a Hugging Face folder or "smollm2", found no such path'):
+    with pytest.raises(
+        LoadError, match=r'expected a .gguf file, a Hugging Face folder or "smollm2", found no such path'
+    ):
         open_checkpoint(tmp_path / "nothing")
     with pytest.raises(LoadError, match=r"expected a folder with config.json, found none in it$"):
         open_checkpoint(tmp_path)
