@@ -1,16 +1,134 @@
-// paged._native: what the CPU backend needs from C++. No torch, no numpy headers: addresses and sizes only.
+// paged._native: the CPU kernels for Python. No torch, no numpy headers: addresses and sizes, and numpy arrays for what
+// is passed once a step. Shapes and dtypes of tensors are checked by paged/ops/cpu.py.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "paged/plan.h"
+#include "paged/thread_pool.h"
 
 namespace nb = nanobind;
+using namespace paged;
+
+namespace {
+
+using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int64s = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+bool cascade = true;
+
+// A plan and the arrays that it reads.
+struct BoundPlan {
+  Int32s q_indptr, kv_lens;
+  Table page_table;
+  Int64s slots;
+  Plan plan;
+
+  static Batch batch(int page_size, const Int32s& q, const Int32s& kv, const Table& t, const Int64s& slots) {
+    if (q.shape(0) != kv.shape(0) + 1 || t.shape(0) != kv.shape(0))
+      throw std::invalid_argument("q_indptr, kv_lens and page_table must have S + 1, S and S rows");
+    const Batch b{int32_t(kv.shape(0)), int32_t(slots.shape(0)), page_size, int32_t(t.shape(1)),
+                  q.data(), kv.data(), t.data(), slots.data()};
+    if (const char* wrong = Plan::problem(b)) throw std::invalid_argument(wrong);
+    return b;
+  }
+
+  BoundPlan(int page_size, Int32s q, Int32s kv, Table t, Int64s s)
+      : q_indptr(q), kv_lens(kv), page_table(t), slots(s), plan(batch(page_size, q, kv, t, s)) {}
+};
+
+const CpuKernels* kernels_of(const std::string& isa) {
+  if (const CpuKernels* k = cpu_kernels(isa.c_str())) return k;
+  throw std::invalid_argument("no kernels for the instruction set '" + isa + "' on this processor");
+}
+
+struct Kernels {
+  const CpuKernels* table;
+
+  explicit Kernels(const std::string& isa) : table(kernels_of(isa)) {}
+
+  void attend(BoundPlan& p, const Pages& pages, int layer, uintptr_t q, int64_t q_row_stride, int q_heads, int q_dtype,
+              uintptr_t out, uintptr_t lse, float scale, int window, float softcap) const {
+    const int threads = num_threads();
+    const Partition& part =
+        p.plan.partition({q_heads, pages.kv_heads, window, threads, table->preferred_rows, cascade});
+    if (part.min_page < 0 || part.max_page >= pages.num_pages)
+      throw std::invalid_argument("a page id that a row reads must be between 0 and " +
+                                  std::to_string(pages.num_pages - 1) + ", got " +
+                                  std::to_string(part.min_page < 0 ? part.min_page : part.max_page));
+    AttendArgs a{};
+    a.pages = pages, a.batch = p.plan.batch();
+    a.layer = layer, a.q_heads = q_heads, a.window = window, a.scale = scale, a.softcap = softcap;
+    a.q = reinterpret_cast<const void*>(q), a.q_row_stride = q_row_stride, a.q_dtype = q_dtype;
+    a.out = reinterpret_cast<void*>(out), a.lse = reinterpret_cast<float*>(lse);
+    nb::gil_scoped_release unlocked;
+    run_attend(*table, part, a, threads);
+  }
+
+  void append(const BoundPlan& p, const Pages& pages, int layer, uintptr_t k, int64_t k_row_stride, uintptr_t v,
+              int64_t v_row_stride, int src_dtype) const {
+    const int64_t slots = pages.num_pages * pages.page_size;
+    if (p.plan.min_slot() < -1 || p.plan.max_slot() >= slots)
+      throw std::invalid_argument("slots must be -1 or below " + std::to_string(slots) + ", got " +
+                                  std::to_string(p.plan.min_slot() < -1 ? p.plan.min_slot() : p.plan.max_slot()));
+    const AppendArgs a{pages, layer, src_dtype, reinterpret_cast<const void*>(k), reinterpret_cast<const void*>(v),
+                       k_row_stride, v_row_stride, p.plan.batch().slots};
+    nb::gil_scoped_release unlocked;
+    run_append(*table, a, p.plan.batch().num_rows, num_threads());
+  }
+
+  float read(uintptr_t address, size_t bytes) const {
+    nb::gil_scoped_release unlocked;
+    return run_read(*table, reinterpret_cast<const void*>(address), bytes, num_threads());
+  }
+};
+
+void copy_pages(const Pages& pages, Int32s src, Int32s dst) {
+  if (src.shape(0) != dst.shape(0)) throw std::invalid_argument("src and dst must have one length");
+  for (size_t i = 0; i < src.shape(0); ++i)
+    if (src.data()[i] < 0 || src.data()[i] >= pages.num_pages || dst.data()[i] < 0 || dst.data()[i] >= pages.num_pages)
+      throw std::invalid_argument("page ids must be between 0 and " + std::to_string(pages.num_pages - 1));
+  nb::gil_scoped_release unlocked;
+  run_copy(pages, src.data(), dst.data(), int32_t(src.shape(0)), num_threads());
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU code of paged.";
-  m.def("isa", [] {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f")) return "avx512";
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
-#endif
-    return "baseline";
-  }, "The widest instruction set of this processor that a kernel is built for.");
+
+  nb::class_<Pages>(m, "Pages", "Address and geometry of the pages of one storage, which must outlive it.")
+      .def("__init__", [](Pages* self, uintptr_t address, int64_t num_pages, int layers, int kv_heads, int page_size,
+                          int head_dim, int dtype) {
+        new (self) Pages{reinterpret_cast<char*>(address), num_pages, layers, kv_heads, page_size, head_dim, dtype};
+      });
+
+  nb::class_<BoundPlan>(m, "Plan", "One step: its arrays, and how it is cut into work items.")
+      .def(nb::init<int, Int32s, Int32s, Table, Int64s>(), nb::arg("page_size"), nb::arg("q_indptr"),
+           nb::arg("kv_lens"), nb::arg("page_table"), nb::arg("slots"))
+      .def("describe", [](BoundPlan& p, int q_heads, int kv_heads, int window) {
+        const Partition& part = p.plan.partition({q_heads, kv_heads, window, num_threads(), 128, cascade});
+        nb::dict d;
+        d["items"] = part.items.size();
+        d["merges"] = part.merges.size();
+        d["shared_seqs"] = part.shared_seqs;
+        return d;
+      }, "Number of work items and of merges, and of sequences that read shared pages together.");
+
+  nb::class_<Kernels>(m, "Kernels", "The kernels of one instruction set; '' is the widest of this processor.")
+      .def(nb::init<const std::string&>(), nb::arg("isa") = "")
+      .def_prop_ro("isa", [](const Kernels& k) { return std::string(k.table->isa); })
+      .def("attend", &Kernels::attend)
+      .def("append", &Kernels::append)
+      .def("read", &Kernels::read, "Read bytes with plain vector loads on all threads: the bound of any kernel.");
+
+  m.def("copy_pages", &copy_pages);
+  m.def("num_threads", &num_threads);
+  m.def("set_num_threads", &set_num_threads);
+  m.def("cascade", [] { return cascade; });
+  m.def("set_cascade", [](bool on) { cascade = on; }, "Whether sequences on the same leading pages read them once.");
 }

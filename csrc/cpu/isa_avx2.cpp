@@ -1,0 +1,20 @@
+#include "paged/cpu.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace paged {
+namespace isa_avx2 {
+
+#include "vec.inc"
+
+#include "append.inc"
+#include "attend.inc"
+
+static const CpuKernels table = {"avx2", 128, scratch_bytes, attend, merge, append, read};
+
+}  // namespace isa_avx2
+
+const CpuKernels* kernels_avx2() { return &isa_avx2::table; }
+
+}  // namespace paged

@@ -1,0 +1,20 @@
+#include "paged/cpu.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace paged {
+namespace isa_avx512 {
+
+#include "vec.inc"
+
+#include "append.inc"
+#include "attend.inc"
+
+static const CpuKernels table = {"avx512", 128, scratch_bytes, attend, merge, append, read};
+
+}  // namespace isa_avx512
+
+const CpuKernels* kernels_avx512() { return &isa_avx512::table; }
+
+}  // namespace paged

@@ -1,0 +1,20 @@
+#include "paged/cpu.h"
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace paged {
+namespace isa_baseline {
+
+#include "vec.inc"
+
+#include "append.inc"
+#include "attend.inc"
+
+static const CpuKernels table = {"baseline", 128, scratch_bytes, attend, merge, append, read};
+
+}  // namespace isa_baseline
+
+const CpuKernels* kernels_baseline() { return &isa_baseline::table; }
+
+}  // namespace paged

@@ -1,0 +1,156 @@
+"""The native CPU backend: checks tensors, binds addresses, calls `paged._native`.
+
+Results of a row are the same bits whatever its neighbours, the chunking, the page placement, the page size and the
+number of threads: see csrc/README.md. Environment: PAGED_CPU_ISA forces an instruction set (baseline, avx2, avx512),
+PAGED_THREADS the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from paged.errors import NativeMissing, UnsupportedShape
+from paged.kv.storage import PageStorage
+from paged.ops.checks import check_append, check_attend, check_lse, check_page_ids
+from paged.ops.plan import AttendPlan, Int32, check_plan
+
+if TYPE_CHECKING:
+    from paged._native import Kernels, Pages, Plan
+
+try:
+    from paged import _native
+except ImportError as error:
+    raise NativeMissing(
+        f"paged._native cannot be imported ({error}): install the package (pip install -e . in a checkout), or set "
+        "PAGED_BACKEND=reference to compute with plain torch"
+    ) from error
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MAX_HEAD_DIM = 256
+
+
+class CpuBackend:
+    """`Backend` over the native kernels of one instruction set ("" is the widest that this processor has).
+
+    Limits: pages and queries in fp32, fp16 or bf16; a head size that is a multiple of 8 and at most 256; query heads a
+    multiple of kv heads; any page size.
+    """
+
+    def __init__(self, isa: str = "") -> None:
+        self.name = "cpu"
+        self.kernels: Kernels = _native.Kernels(isa)
+        self.isa = self.kernels.isa
+        self._bound: WeakKeyDictionary[PageStorage, tuple[int, Pages]] = WeakKeyDictionary()
+
+    def append(self, storage: PageStorage, layer: int, k: torch.Tensor, v: torch.Tensor, plan: AttendPlan) -> None:
+        """Store the step's K and V rows at `plan.slots`; rows whose slot is -1 are skipped. O(T)."""
+        check_append(storage, layer, k, v, plan)
+        if k.dtype != v.dtype:
+            raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
+        pages, handle = self._pages(storage), self._plan(plan, storage)
+        k, v = _rows(k), _rows(v)
+        dtype = DTYPES[k.dtype]
+        self.kernels.append(handle, pages, layer, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), dtype)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        storage: PageStorage,
+        layer: int,
+        plan: AttendPlan,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of `q [T, q_heads, head_dim]` over the pages; see `Backend.attend`.
+
+        A row that sees no key (position -1) becomes 0, its lse -inf. The rows of q may lie apart (a view of a fused
+        projection is not copied).
+        """
+        check_attend(q, storage, layer, plan, window, softcap)
+        dtype = DTYPES.get(q.dtype)
+        if dtype is None:
+            raise TypeError(f"q must be fp32, fp16 or bf16, got {q.dtype}")
+        address = 0
+        if lse is not None:
+            check_lse(lse, q)
+            address = lse.data_ptr()
+        pages, handle = self._pages(storage), self._plan(plan, storage)
+        q = _rows(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self.kernels.attend(
+            handle,
+            pages,
+            layer,
+            q.data_ptr(),
+            q.stride(0),
+            q.shape[1],
+            dtype,
+            out.data_ptr(),
+            address,
+            scale,
+            window,
+            softcap,
+        )
+        return out
+
+    def copy_pages(self, storage: PageStorage, src: Int32, dst: Int32) -> None:
+        """Copy whole pages `src[i]` to `dst[i]`."""
+        check_page_ids(storage, src, dst)
+        _native.copy_pages(self._pages(storage), src, dst)
+
+    def _pages(self, storage: PageStorage) -> Pages:
+        """The native view of the storage; made anew when its memory has moved."""
+        address = storage.pages.data_ptr()
+        bound = self._bound.get(storage)
+        if bound is not None and bound[0] == address:
+            return bound[1]
+        spec = storage.spec
+        dtype = DTYPES.get(storage.codec.dtype)
+        if dtype is None:
+            raise UnsupportedShape(f"the cpu backend stores fp32, fp16 or bf16, got {storage.codec.name}")
+        if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedShape(
+                f"the head size must be a multiple of 8 and at most {MAX_HEAD_DIM}, got {spec.head_dim}; "
+                "PAGED_BACKEND=reference computes any"
+            )
+        if storage.device.type != "cpu":
+            raise UnsupportedShape(f"the cpu backend needs pages in main memory, these are on {storage.device}")
+        pages = _native.Pages(
+            address, storage.num_pages, spec.layers, spec.num_kv_heads, storage.page_size, spec.head_dim, dtype
+        )
+        self._bound[storage] = (address, pages)
+        return pages
+
+    def _plan(self, plan: AttendPlan, storage: PageStorage) -> Plan:
+        """The plan's native form, kept in `plan.handle`: made by the first call of a step, used by all its layers."""
+        handle = plan.handle
+        if type(handle) is _native.Plan:
+            return handle
+        if plan.page_size != storage.page_size:
+            raise UnsupportedShape(f"the plan has page_size {plan.page_size}, the storage {storage.page_size}")
+        try:
+            handle = _native.Plan(plan.page_size, plan.q_indptr, plan.kv_lens, plan.page_table, plan.slots)
+        except (TypeError, ValueError):
+            check_plan(plan, storage.num_pages)
+            raise
+        plan.handle = handle
+        return handle
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x [rows, heads, dim]` with each row contiguous, copied only if it is not."""
+    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        return x
+    return x.contiguous()
+
+
+def make_backend() -> CpuBackend:
+    """The native backend of the instruction set in PAGED_CPU_ISA, else of the widest that this processor has."""
+    return CpuBackend(os.environ.get("PAGED_CPU_ISA", ""))
