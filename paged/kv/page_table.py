@@ -39,7 +39,7 @@ class PageTable:
     def ensure(self, start: int, end: int) -> None:
         """Make positions `start <= p < end` writable: add the missing columns and copy a shared partial page first.
 
-        OutOfPages if the pool cannot supply them; then nothing changed. Idempotent. O(pages added).
+        OutOfPages if the pool cannot supply them; then, and if the copy fails, nothing changed. Idempotent. O(pages added).
         """
         size = self.pool.page_size
         missing = max(0, -(-end // size) - self.num_pages)
@@ -51,8 +51,12 @@ class PageTable:
                 shared = column.copy()
         fresh = self.pool.alloc(len(shared) + missing * self.num_groups)
         if len(shared):
-            if self.pool.storage is not None:
-                get_backend(self.pool.storage.device).copy_pages(self.pool.storage, shared, fresh[: len(shared)])
+            try:
+                if self.pool.storage is not None:
+                    get_backend(self.pool.storage.device).copy_pages(self.pool.storage, shared, fresh[: len(shared)])
+            except BaseException:
+                self.pool.release(fresh)
+                raise
             self._rows = self._rows.copy()  # earlier readers keep the table they were given
             self._rows[:, first] = fresh[: len(shared)]
             self.pool.release(shared)
