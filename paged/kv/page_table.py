@@ -39,7 +39,8 @@ class PageTable:
     def ensure(self, start: int, end: int) -> None:
         """Make positions `start <= p < end` writable: add the missing columns and copy a shared partial page first.
 
-        OutOfPages if the pool cannot supply them; then, and if the copy fails, nothing changed. Idempotent. O(pages added).
+        OutOfPages if the pool cannot supply them; nothing changed then, nor if a copy fails. Idempotent. O(pages
+        added).
         """
         size = self.pool.page_size
         missing = max(0, -(-end // size) - self.num_pages)

@@ -58,6 +58,8 @@ def as_tokens(tokens: object) -> Int32:
     if array.ndim != 1:
         raise InvalidRequest(f"token ids must have one dimension, got {array.ndim} (shape {array.shape})")
     if array.dtype != np.int32:
+        if array.dtype.kind == "O" and all(isinstance(token, int) for token in array.tolist()):
+            raise InvalidRequest(f"token ids must fit int32, got {max(array.tolist(), key=abs)}")
         if array.dtype.kind not in "iu":
             raise TypeError(f"token ids must be whole numbers, got values of type {array.dtype}")
         low, high = (int(array.min()), int(array.max())) if len(array) else (0, 0)
