@@ -144,10 +144,9 @@ class LlamaModel(LanguageModel):
             qk = layer.qk_norm(qk, torch.empty_like(qk, memory_format=torch.contiguous_format))
         rotate(qk.view(rows, rotating, 2, dim // 2), *cos_sin, buffers.rotated, buffers.scratch)
         rotated = buffers.rotated.view(rows, rotating, dim)
-        k = rotated[:, heads:].contiguous()
-        v = qkv[:, rotating * dim :].reshape(rows, config.num_kv_heads, dim).float().contiguous()
-        backend.append(storage, place.index, k, v, plan)
-        q = rotated[:, :heads].to(self.dtype).contiguous()
+        v = qkv[:, rotating * dim :].view(rows, config.num_kv_heads, dim).float()
+        backend.append(storage, place.index, rotated[:, heads:], v, plan)
+        q = rotated[:, :heads].to(self.dtype)
         mixed = backend.attend(q, storage, place.index, plan, scale=self._scale, window=place.window)
         x += layer.output(mixed.view(rows, heads * dim))
 

@@ -1,0 +1,71 @@
+"""Feeds rows to a model over pages in shuffled order, and returns the logits of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from paged.kv.storage import PageStorage
+from paged.models.base import ForwardBatch, LanguageModel
+
+
+class Feeder:
+    """Sequences of one model by name. Pages are handed out in random order from storage filled with NaN, so that a
+    row that is read before it was written, or from another sequence, shows."""
+
+    def __init__(self, model: LanguageModel, page_size: int = 16, num_pages: int = 512, seed: int = 0) -> None:
+        self.model = model
+        self.page_size = page_size
+        self.storage = PageStorage(model.spec, num_pages, page_size, model.default_kv_dtype(), model.device)
+        self.storage.pages.fill_(float("nan"))
+        self.free = np.random.default_rng(seed).permutation(num_pages).astype(np.int32).tolist()
+        self.tables: dict[str, list[list[int]]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(self, rows: Mapping[str, Sequence[int]], wanted: str = "all") -> dict[str, torch.Tensor]:
+        """One forward with these new tokens of each sequence; logits `[rows, vocab]` by name ("last": one row)."""
+        groups = self.model.spec.num_groups
+        for name, tokens in rows.items():
+            table = self.tables.setdefault(name, [[] for _ in range(groups)])
+            self.lengths[name] = self.lengths.get(name, 0) + len(tokens)
+            for row in table:
+                while len(row) * self.page_size < self.lengths[name]:
+                    row.append(self.free.pop())
+        widest = max(len(self.tables[name][0]) for name in rows)
+        tables = np.full((groups, len(rows), widest), -1, np.int32)
+        for s, name in enumerate(rows):
+            for group, pages in enumerate(self.tables[name]):
+                tables[group, s, : len(pages)] = pages
+        counts = [len(tokens) for tokens in rows.values()]
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        logit_rows = np.arange(ends[-1], dtype=np.int32) if wanted == "all" else ends[1:] - 1
+        batch = ForwardBatch(
+            tokens=np.concatenate([np.asarray(tokens, np.int32) for tokens in rows.values()]),
+            q_indptr=ends,
+            kv_lens=np.array([self.lengths[name] for name in rows], np.int32),
+            page_tables=tables,
+            logit_rows=np.ascontiguousarray(logit_rows, dtype=np.int32),
+        )
+        logits = self.model.forward(batch, self.storage)
+        if wanted == "all":
+            return dict(zip(rows, logits.split(counts), strict=True))
+        return dict(zip(rows, logits.split(1), strict=True))
+
+    def drop(self, name: str) -> None:
+        """Take the pages of a sequence back; NaN again, so that a read of them shows."""
+        pages = [page for row in self.tables.pop(name) for page in row]
+        del self.lengths[name]
+        self.storage.pages[pages] = float("nan")
+        self.free += pages
+
+    def feed(self, name: str, tokens: Sequence[int], chunk: int = 0) -> torch.Tensor:
+        """Logits `[n, vocab]` of tokens fed alone, `chunk` at a time (0: all at once)."""
+        step = chunk or len(tokens)
+        pieces = [self.step({name: tokens[i : i + step]})[name] for i in range(0, len(tokens), step)]
+        return torch.cat(pieces)
+
+
+def random_tokens(count: int, vocab_size: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
