@@ -283,6 +283,29 @@ def test_only_what_the_filters_keep_can_be_drawn(params: dict[str, float], kept:
     assert sorted(drawn) == kept
 
 
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"temperature": 0.25}, [0, 1, 2, 3, 4, 5]),
+        ({"temperature": 50.0, "top_k": 3}, [1, 3, 4]),
+        ({"top_p": 0.7}, [1, 3]),
+        ({"min_p": 0.2}, [1, 3, 4]),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.01}, [1, 3, 4]),
+    ],
+)
+def test_each_kept_id_has_exactly_its_share_of_the_range_in_order_of_ids(
+    params: dict[str, float], kept: list[int]
+) -> None:
+    logits = np.array([-3.0, 1.0, -2.0, 0.25, -0.5, -1.0], np.float32)
+    p = SamplingParams(**{"temperature": 1.0, **params})  # type: ignore[arg-type]
+    weights = [math.exp(float(logits[i]) / p.temperature) for i in kept]
+    for n in range(1, len(kept)):
+        border = math.fsum(weights[:n]) / math.fsum(weights)
+        assert pick(logits, p, border - 1e-12) == kept[n - 1]
+        assert pick(logits, p, border + 1e-12) == kept[n]
+
+
 @pytest.mark.parametrize("position", [0, 3, 6])
 @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 1e4}])
 def test_the_only_finite_logit_is_drawn(position: int, params: dict[str, float]) -> None:
@@ -312,6 +335,13 @@ def test_log_probabilities_are_those_of_the_softmax() -> None:
     assert [p for _, p in found.top] == pytest.approx([3 - total, 3 - total, 2 - total], abs=1e-14)
     assert token_logprob(logits, 2, 0).top == ()
     assert [i for i, _ in token_logprob(logits, 0, 4).top] == [1, 3, 2, 0]
+
+
+def test_of_many_equal_ones_the_lowest_ids_are_reported_in_order() -> None:
+    logits = np.random.default_rng(4).integers(0, 4, 1000).astype(np.float32)
+    order = sorted(range(1000), key=lambda i: (-logits[i], i))
+    for num_top in (1, 30, 600, 1000):
+        assert [i for i, _ in token_logprob(logits, 0, num_top).top] == order[:num_top]
 
 
 def test_log_probabilities_sum_to_one_over_a_large_vocabulary() -> None:

@@ -577,10 +577,10 @@ def test_logits_of_any_float_type_layout_and_with_a_gradient_are_read() -> None:
 def test_a_slot_without_parameters_is_refused() -> None:
     sampler = Sampler(3, 4)
     sampler.assign(0, SamplingParams(), 0)
-    sampler.assign(1, SamplingParams(), 0)
-    sampler.clear(1)
-    sampler.clear(1)
-    sampler.check()
+    sampler.assign(1, SamplingParams(temperature=1.0, min_tokens=3, logprobs=2, logit_bias={2: 5.0}), 7, (1,))
+    for _ in range(2):
+        sampler.clear(1)
+        sampler.check()
     for slot in (1, 2):
         with pytest.raises(ValueError, match=f"slot {slot} has no sampling parameters"):
             sampler.sample(torch.zeros(2, 4), int32(0, slot), int32(0, 0), history_of(*[([0], [])] * 3))
