@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from fakes import EchoModel
 
+from paged.kv.pages import PagePool
 from paged.prefix.cache import PrefixCache
 from paged.prefix.hashing import page_hash
 from paged.sampling import SamplingParams
@@ -23,10 +24,11 @@ class Driver:
         model: EchoModel | None = None,
         max_pages: int = 0,
         hash_page=page_hash,
+        pool: PagePool | None = None,
         **config,
     ) -> None:
         self.model = model or EchoModel()
-        self.pool = self.model.create_kv_pool(num_pages, page_size)
+        self.pool = pool or self.model.create_kv_pool(num_pages, page_size)
         self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page) if cache else None
         self.scheduler = Scheduler(
             self.pool, self.model.max_seq_len, SchedulerConfig(**config), self.cache, self.model.spec.num_groups
@@ -67,6 +69,47 @@ class Driver:
                 return
             assert self.step() is not None, "there is work and nothing runs"
         raise AssertionError(f"not done after {max_steps} steps")
+
+    def step_until(self, condition, max_steps: int = 10_000) -> int:
+        """Step until `condition()` holds; returns the number of steps."""
+        for steps in range(max_steps):
+            if condition():
+                return steps
+            assert self.step() is not None, "there is work and nothing runs"
+        raise AssertionError(f"not so after {max_steps} steps")
+
+    def solo(self, name: str, prompt, max_tokens: int | None = 8, **options) -> list[int]:
+        """Submit one request and run all to the end; returns its tokens."""
+        self.submit(name, prompt, max_tokens, **options)
+        self.run()
+        return self.outputs[name]
+
+    def cancel(self, name: str) -> None:
+        """End a request; what it got so far must be right."""
+        request = self.requests.pop(name)
+        self.scheduler.finish(request, "cancelled")
+        self.scheduler.check()
+        so_far = self.outputs.pop(name)
+        assert so_far == self.model.greedy(request.prompt.tolist(), len(so_far)), name
+
+    def preempt(self, name: str) -> None:
+        self.scheduler.preempt(self.requests[name])
+        self.scheduler.check()
+
+    def running(self) -> list[str]:
+        """Names of the running requests, in order of admission."""
+        return [self.scheduler.state.requests[slot].id for slot in self.scheduler.state.running.tolist()]
+
+    def waiting(self) -> list[str]:
+        return [request.id for request in self.scheduler.waiting]
+
+    def pages(self, name: str) -> list[int]:
+        """Page ids of a running request (group 0)."""
+        return self.scheduler.state.pages(self.requests[name].slot)[0].tolist()
+
+    def computed(self, name: str) -> int:
+        """Rows of a running request that are in its pages."""
+        return int(self.scheduler.state.computed[self.requests[name].slot])
 
     def expect_all_exact(self) -> None:
         """Every output is what the model gives without pages, batches or caches."""
