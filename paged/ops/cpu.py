@@ -105,6 +105,10 @@ class CpuBackend:
         check_page_ids(storage, src, dst)
         _native.copy_pages(self._pages(storage), src, dst)
 
+    def info(self) -> dict[str, str | int]:
+        """Instruction set and threads."""
+        return {"isa": self.isa, "threads": _native.num_threads()}
+
     def _pages(self, storage: PageStorage) -> Pages:
         """The native view of the storage; made anew when its memory has moved."""
         address = storage.pages.data_ptr()

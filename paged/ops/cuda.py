@@ -121,6 +121,10 @@ class CudaBackend:
         address = ids.data_ptr()
         self._module.copy_pages(pool, address, address + 4 * len(src), len(src), _stream(storage))
 
+    def info(self) -> dict[str, str | int]:
+        """The device's name."""
+        return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none"}
+
     def _pool(self, storage: PageStorage) -> Any:
         dtype, spec = storage.codec.dtype, storage.spec
         if dtype not in _TYPES:

@@ -54,6 +54,10 @@ class Backend(Protocol):
         """Copy whole pages `src[i]` to `dst[i]` (int32 arrays of one length, no id both a source and a target)."""
         ...
 
+    def info(self) -> dict[str, str | int]:
+        """What `paged info` says about it beside the name: instruction set, threads, device."""
+        ...
+
 
 @cache
 def _load(name: str) -> Backend:

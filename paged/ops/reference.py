@@ -116,6 +116,10 @@ class ReferenceBackend:
         to = torch.from_numpy(dst).long().to(storage.device)
         storage.pages[to] = storage.pages[torch.from_numpy(src).long().to(storage.device)]
 
+    def info(self) -> dict[str, str | int]:
+        """Nothing beside the name: torch runs it, in float64."""
+        return {}
+
 
 def make_backend() -> ReferenceBackend:
     """The reference backend; it needs nothing but torch."""
