@@ -1,6 +1,6 @@
 """Three ways to use the engine: a batch, a stream, and a question before the request is accepted.
 
-    python examples/01_quickstart.py
+python examples/01_quickstart.py
 """
 
 from __future__ import annotations

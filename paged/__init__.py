@@ -46,9 +46,8 @@ _HOME = {
     "Session": "paged.session",
     "SamplingParams": "paged.sampling",
     "load_model": "paged.models.registry",
-    **{
-        name: "paged.errors"
-        for name in (
+    **dict.fromkeys(
+        (
             "PagedError",
             "LoadError",
             "MissingTensor",
@@ -64,8 +63,9 @@ _HOME = {
             "Closed",
             "NativeMissing",
             "CheckFailed",
-        )
-    },
+        ),
+        "paged.errors",
+    ),
 }
 
 __all__ = [

@@ -79,7 +79,9 @@ def _engine(args: argparse.Namespace) -> Any:
     from scheduler.engine import Engine
 
     names = ("page_size", "num_pages", "kv_dtype", "max_seq_len", "max_num_seqs", "max_num_batched_tokens")
-    return Engine(args.model, prefix_cache=args.prefix_cache, device=args.device, **{n: getattr(args, n) for n in names})
+    return Engine(
+        args.model, prefix_cache=args.prefix_cache, device=args.device, **{n: getattr(args, n) for n in names}
+    )
 
 
 def _params(args: argparse.Namespace) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from paged.errors import Closed, InvalidRequest, check
@@ -106,7 +106,9 @@ class Engine:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Stream:
         """Submit one request and iterate over its events as they come; closing the iterator cancels the request."""
-        return Stream(self, self.start(self.prepare(prompt, params, namespace=namespace), owned=True, keeps_events=True))
+        return Stream(
+            self, self.start(self.prepare(prompt, params, namespace=namespace), owned=True, keeps_events=True)
+        )
 
     def submit(
         self,
@@ -377,4 +379,3 @@ def _account(request: Request, scheduler: Scheduler) -> dict[str, Any]:
         "num_reattached_tokens": request.num_reattached_tokens,
         "num_bypassed": request.num_bypassed,
     }
-

@@ -63,6 +63,7 @@ class EchoModel(LanguageModel):
         self.eos_token_ids = eos
         self.fingerprint = f"echo-{vocab_size}"
         self.name = "echo"
+        self.weights = 0  # another number gives other rows and logits, as if the weights had been changed in place
         self.num_forwards = 0
         self.num_rows = 0
 
@@ -80,7 +81,7 @@ class EchoModel(LanguageModel):
             for s in range(plan.num_seqs):
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
                 rows, good = self._visible(planes, plan, s, group)
-                sums = prefix_sums(np.where(good, row_digest(rows[:, 0], np.arange(len(rows))), _JUNK))
+                sums = prefix_sums(np.where(good, self._first(rows[:, 0], np.arange(len(rows))), _JUNK))
                 planes[page[first:last], offset[first:last], 3:7] = split(sums[len(rows) - (last - first) :])
             for s in range(plan.num_seqs):
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
@@ -89,6 +90,9 @@ class EchoModel(LanguageModel):
                 with np.errstate(over="ignore"):
                     digests[first:last] += sums[len(rows) - (last - first) :]
         return torch.from_numpy(logits_of(digests[batch.logit_rows], self.vocab_size))
+
+    def _first(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return row_digest(tokens, positions) ^ mix(np.array(self.weights))
 
     @staticmethod
     def _visible(planes: np.ndarray, plan: AttendPlan, s: int, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +105,7 @@ class EchoModel(LanguageModel):
         """fp32 [vocab_size]: the logits after `tokens`, computed without any page."""
         ids = np.asarray(tokens, np.int64)
         with np.errstate(over="ignore"):
-            total = prefix_sums(mix(prefix_sums(row_digest(ids, np.arange(len(ids))))))[-1]
+            total = prefix_sums(mix(prefix_sums(self._first(ids, np.arange(len(ids))))))[-1]
             total = total * np.uint64(self.spec.num_groups)
         return logits_of(np.array([total], np.uint64), self.vocab_size)[0]
 
