@@ -18,9 +18,8 @@ from paged.models.config import ModelConfig
 from paged.models.fingerprint import fingerprint_of, tensor_digest
 from paged.models.layers import RMSNorm, silu_mul
 from paged.models.linear import PackedLinear, row_mode
-from paged.models.rotary import Rotary, rotate
-from paged.ops.dispatch import Backend, get_backend
-from paged.ops.plan import AttendPlan
+from paged.models.rotary import Rotary, Rotation
+from paged.ops.dispatch import get_backend
 from paged.spec import KVSpec
 
 TensorOf = Callable[[str], torch.Tensor]  # Hugging Face name -> values
@@ -48,17 +47,20 @@ class _Place:
     window: int
 
 
-class _Buffers:
-    """Memory that the layers of one forward share, so that large steps do not fetch fresh pages in every operation."""
+class _Step:
+    """What the layers of one forward share: where pages are, the rotation, and memory, so that large steps do not
+    fetch fresh pages of memory in every operation."""
 
-    __slots__ = ("act", "normed", "rotated", "scratch")
+    __slots__ = ("act", "backend", "normed", "plans", "rotate", "storage")
 
-    def __init__(self, config: ModelConfig, rows: int, like: torch.Tensor, dtype: torch.dtype) -> None:
-        heads = config.num_heads + config.num_kv_heads
-        self.normed = like.new_empty(rows, config.hidden_size)
-        self.rotated = like.new_empty(rows, heads, 2, config.head_dim // 2)
-        self.scratch = torch.empty_like(self.rotated)
-        self.act = like.new_empty(rows, config.intermediate_size, dtype=dtype)
+    def __init__(self, model: LlamaModel, batch: ForwardBatch, storage: PageStorage) -> None:
+        config, rows = model.config, len(batch.tokens)
+        self.backend = get_backend(model.device)
+        self.storage = storage
+        self.plans = batch.plans(storage.page_size)
+        self.rotate = Rotation(model.rotary, self.plans[0].positions, config.num_heads + config.num_kv_heads)
+        self.normed = torch.empty(rows, config.hidden_size, device=model.device)
+        self.act = torch.empty(rows, config.intermediate_size, dtype=model.dtype, device=model.device)
 
 
 class LlamaModel(LanguageModel):
@@ -93,7 +95,7 @@ class LlamaModel(LanguageModel):
         self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
         self.name = config.family
         self._places, self.spec = _page_groups(config)
-        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.max_seq_len, self.device)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.max_seq_len, self.device)
         self._scale = config.head_dim**-0.5
         self._digests: dict[str, bytes] = {}
         read = self._digesting(tensors)
@@ -109,46 +111,31 @@ class LlamaModel(LanguageModel):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`, new memory."""
-        backend = get_backend(self.device)
-        plans = batch.plans(storage.page_size)
-        tokens = torch.from_numpy(batch.tokens).to(self.device)
-        x = F.embedding(tokens, self._embed).float()
-        cos_sin = self._rotary.rows(plans[0].positions)
-        buffers = _Buffers(self.config, len(x), x, self.dtype)
+        step = _Step(self, batch, storage)
+        x = F.embedding(torch.from_numpy(batch.tokens).to(self.device), self._embed).float()
         for layer, place in zip(self._layers, self._places, strict=True):
-            plan = plans[place.group]
-            self._attention(layer, place, x, cos_sin, buffers, (backend, storage, plan))
-            normed = layer.post_norm(x, buffers.normed).to(self.dtype)
-            x += layer.down(silu_mul(layer.gate_up(normed), buffers.act))
+            x += self._attention(layer, place, x, step)
+            normed = layer.post_norm(x, step.normed).to(self.dtype)
+            x += layer.down(silu_mul(layer.gate_up(normed), step.act))
         if len(batch.logit_rows) != len(x):
             x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(self.device))
         normed = self._final_norm(x, torch.empty_like(x)).to(self.dtype)
         return self._head(normed).float()
 
-    def _attention(
-        self,
-        layer: _Layer,
-        place: _Place,
-        x: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        buffers: _Buffers,
-        pages: tuple[Backend, PageStorage, AttendPlan],
-    ) -> None:
-        """Add the attention block of one layer to x, `[T, hidden_size]`."""
-        config, (backend, storage, plan) = self.config, pages
-        rows, heads, dim = len(x), config.num_heads, config.head_dim
-        rotating = heads + config.num_kv_heads
-        qkv = layer.qkv(layer.input_norm(x, buffers.normed).to(self.dtype))
-        qk = qkv[:, : rotating * dim].view(rows, rotating, dim).float()
+    def _attention(self, layer: _Layer, place: _Place, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        """The attention block's contribution to x, `[T, hidden_size]`; its K and V rows are appended."""
+        config, plan = self.config, step.plans[place.group]
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = layer.qkv(layer.input_norm(x, step.normed).to(self.dtype)).view(len(x), heads + 2 * kv_heads, dim)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
         if layer.qk_norm is not None:
-            qk = layer.qk_norm(qk, torch.empty_like(qk, memory_format=torch.contiguous_format))
-        rotate(qk.view(rows, rotating, 2, dim // 2), *cos_sin, buffers.rotated, buffers.scratch)
-        rotated = buffers.rotated.view(rows, rotating, dim)
-        v = qkv[:, rotating * dim :].view(rows, config.num_kv_heads, dim).float()
-        backend.append(storage, place.index, rotated[:, heads:], v, plan)
-        q = rotated[:, :heads].to(self.dtype)
-        mixed = backend.attend(q, storage, place.index, plan, scale=self._scale, window=place.window)
-        x += layer.output(mixed.view(rows, heads * dim))
+            qk = layer.qk_norm(qk.float(), torch.empty(qk.shape, device=self.device))
+        q, k = step.rotate(qk.float()).split((heads, kv_heads), 1)
+        step.backend.append(step.storage, place.index, k, v.float(), plan)
+        mixed = step.backend.attend(
+            q.to(self.dtype), step.storage, place.index, plan, scale=self._scale, window=place.window
+        )
+        return layer.output(mixed.view(len(x), heads * dim))
 
     # Weights --------------------------------------------------------------------------------------------------
 
@@ -214,7 +201,7 @@ class LlamaModel(LanguageModel):
         if "model.norm.weight" in tensors:
             self._final_norm = RMSNorm(digesting("model.norm.weight").clone(), config.rms_norm_eps)
         if "lm_head.weight" in tensors:
-            self._head = PackedLinear(digesting("lm_head.weight"))
+            self._head = PackedLinear(digesting("lm_head.weight").clone())
         self.fingerprint = fingerprint_of(config, self._digests)
 
     def refresh_fingerprint(self) -> str:

@@ -105,14 +105,29 @@ class Rotary:
         return cos.index_select(0, index), sin.index_select(0, index)
 
 
-def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor
-) -> torch.Tensor:
-    """Rotate pairs (i, i + D / 2) of each head: `x [T, heads, D]` into `out`, both given as `[T, heads, 2, D / 2]`.
+class Rotation:
+    """The rotation of one step's rows: cos and sin are gathered once, memory and views serve every layer.
 
     Products and sums of two numbers only: these round the same in a vector register and outside of one, so that a
     row's bits do not depend on its place in the tensor.
     """
-    torch.mul(x, cos, out=out)
-    torch.mul(x.flip(2), sin, out=scratch)
-    return out.add_(scratch)
+
+    def __init__(self, table: Rotary, positions: Int32, heads: int) -> None:
+        self._cos, sin = table.rows(positions)
+        self._minus_sin, self._sin = sin.unbind(2)
+        rows, half = len(positions), self._cos.shape[-1]
+        self._shape = (rows, heads, 2, half)
+        self._out = self._cos.new_empty(self._shape)
+        self._scratch = torch.empty_like(self._out)
+        self._first, self._second = self._scratch.unbind(2)
+        self._result = self._out.view(rows, heads, 2 * half)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs (i, i + D / 2) of each head of fp32 `x [T, heads, D]`; the result lasts until the next call."""
+        x = x.view(self._shape)
+        first, second = x.unbind(2)
+        torch.mul(x, self._cos, out=self._out)
+        torch.mul(second, self._minus_sin, out=self._first)
+        torch.mul(first, self._sin, out=self._second)
+        self._out.add_(self._scratch)
+        return self._result

@@ -10,7 +10,7 @@ import torch
 
 from paged.models import rotary
 from paged.models.config import RopeScaling
-from paged.models.rotary import Rotary, rope_frequencies, rotate
+from paged.models.rotary import Rotary, Rotation, rope_frequencies
 
 NONE = RopeScaling()
 SCALINGS = {
@@ -51,10 +51,7 @@ def angles(position: int, head_dim: int, theta: float) -> np.ndarray:
 
 
 def turned(x: torch.Tensor, positions: list[int], table: Rotary) -> torch.Tensor:
-    rows, heads, dim = x.shape
-    cos, sin = table.rows(np.array(positions, np.int32))
-    halves = x.view(rows, heads, 2, dim // 2)
-    return rotate(halves, cos, sin, torch.empty_like(halves), torch.empty_like(halves)).view(x.shape)
+    return Rotation(table, np.array(positions, np.int32), x.shape[1])(x)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -185,3 +182,14 @@ def test_yarn_multiplies_both_sine_and_cosine():
     cos, sin = table.rows(np.arange(64, dtype=np.int32))
     length = cos[:, 0, 0].square() + sin[:, 0, 1].square()
     torch.testing.assert_close(length, torch.full_like(length, 1.25**2))
+
+
+def test_one_rotation_serves_many_layers_and_strided_inputs():
+    table = Rotary(16, 10000.0, NONE, 64)
+    rotation = Rotation(table, np.array([3, 9], np.int32), 5)
+    wide = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    for start in (0, 3):
+        x = wide[:, start : start + 5]
+        kept = wide.clone()
+        assert torch.equal(rotation(x), turned(x.contiguous(), [3, 9], table))
+        assert torch.equal(wide, kept)
