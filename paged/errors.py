@@ -11,6 +11,7 @@
     ├── GeometryMismatch (RuntimeError)   pool, session and cache were built for different models
     ├── BadLogits (RuntimeError)          rows of logits that no token can be drawn from
     ├── SessionInUse (RuntimeError)       attach was called on a session that already holds context
+    ├── StateMismatch (RuntimeError)      rows at a position that the recurrent state of their slot has not reached
     ├── LoopsMismatch (RuntimeError)      a handle was built at another depth
     ├── Closed (RuntimeError)             the model or engine was closed
     ├── NativeMissing (ImportError)       the compiled module is not there, or not loadable
@@ -69,6 +70,10 @@ class BadLogits(PagedError, RuntimeError):
 
 class SessionInUse(PagedError, RuntimeError):
     """Pages can be attached only to a session that holds no context yet."""
+
+
+class StateMismatch(PagedError, RuntimeError):
+    """A recurrent state is valid at one position, and was used at another."""
 
 
 class LoopsMismatch(PagedError, RuntimeError):

@@ -1,7 +1,8 @@
-"""What a model asks of its KV pages: the geometry of one page, and how many page groups a sequence has."""
+"""What a model asks to be kept for a sequence: KV pages, by geometry and groups, and recurrent state, by planes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -34,3 +35,52 @@ class KVSpec:
     def page_values(self, page_size: int) -> int:
         """Number of K and V values in one page of `page_size` positions."""
         return self.layers * 2 * self.num_kv_heads * page_size * self.head_dim
+
+
+_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlane:
+    """One tensor of a sequence's recurrent state: its name, its shape for one sequence, and its dtype.
+
+    `dtype` is "fp32", "fp16", "bf16" or "int64".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("StatePlane.name must not be empty")
+        if not all(isinstance(n, int) and n >= 0 for n in self.shape):
+            raise ValueError(f"StatePlane.shape of {self.name} must be ints >= 0, got {self.shape!r}")
+        if self.dtype not in _STATE_BYTES:
+            raise ValueError(
+                f"StatePlane.dtype of {self.name} must be one of {', '.join(_STATE_BYTES)}, got {self.dtype!r}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _STATE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Geometry of the recurrent state of one sequence: what layers keep whose state only moves forward.
+
+    Unlike pages, a state is valid at exactly one position; it does not grow with the sequence.
+    """
+
+    planes: tuple[StatePlane, ...]
+
+    def __post_init__(self) -> None:
+        names = [plane.name for plane in self.planes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"StateSpec.planes needs at least one plane, each with a name of its own, got {names}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return sum(plane.num_bytes for plane in self.planes)

@@ -9,9 +9,10 @@ import torch
 
 from paged.errors import UnsupportedShape
 from paged.kv.pages import PagePool
+from paged.kv.state import StatePool
 from paged.kv.storage import PageStorage
 from paged.ops.plan import AttendPlan, Int32, make_plan
-from paged.spec import KVSpec
+from paged.spec import KVSpec, StateSpec
 
 if TYPE_CHECKING:
     from paged.loaders.chat import ChatTemplate
@@ -27,6 +28,8 @@ class ForwardBatch:
     kv_lens      int32 [S]                 positions of the sequence once these rows are appended
     page_tables  int32 [G, S, max_pages]   C-contiguous
     logit_rows   int32 [R]                 rows, ascending
+    state_slots  int32 [S]                 slot of each sequence in `states`
+    states       the pool of recurrent state, which forward moves; both None for a model without state
     """
 
     tokens: Int32
@@ -34,6 +37,8 @@ class ForwardBatch:
     kv_lens: Int32
     page_tables: Int32
     logit_rows: Int32
+    state_slots: Int32 | None = None
+    states: StatePool | None = None
 
     def plans(self, page_size: int) -> list[AttendPlan]:
         """One AttendPlan a group."""
@@ -50,6 +55,7 @@ class LanguageModel:
     fingerprint    a string that differs between models, and between weights: the root of every prefix chain
     tokenizer      None if prompts are always token ids
     chat           the chat template, or None
+    state_spec     geometry of the recurrent state of one sequence, or None; then pages alone continue nothing
     """
 
     spec: KVSpec
@@ -61,9 +67,13 @@ class LanguageModel:
     device: torch.device = torch.device("cpu")
     tokenizer: Tokenizer | None = None
     chat: ChatTemplate | None = None
+    state_spec: StateSpec | None = None
 
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
-        """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`."""
+        """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`.
+
+        A model with `state_spec` also moves `batch.states` at `batch.state_slots`, inside `states.advance`.
+        """
         raise NotImplementedError
 
     def default_kv_dtype(self) -> str:
@@ -95,6 +105,10 @@ class LanguageModel:
         pool = PagePool(num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device))
         pool.fingerprint = self.fingerprint
         return pool
+
+    def create_state_pool(self, num_slots: int = 1) -> StatePool | None:
+        """Recurrent state for `num_slots` sequences of this model; None if it has none."""
+        return None if self.state_spec is None else StatePool(self.state_spec, num_slots, self.device)
 
     def extra_info(self) -> dict[str, Any]:
         """What `paged info` prints about this model beyond the attributes above."""
