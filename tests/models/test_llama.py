@@ -211,3 +211,16 @@ def test_a_step_without_rows_gives_no_logits():
     nothing = np.zeros(0, np.int32)
     batch = ForwardBatch(nothing, np.zeros(1, np.int32), nothing, np.zeros((1, 0, 1), np.int32), nothing)
     assert model.forward(batch, feeder.storage).shape == (0, model.vocab_size)
+
+
+def test_threads_may_run_forwards_at_once_on_storage_of_their_own():
+    from concurrent.futures import ThreadPoolExecutor
+
+    from paged.models.tiny import tiny_model
+
+    prompts = [random_tokens(40 + 200 * i, 512, seed=i) for i in range(4)]  # the longer ones make the table grow
+    alone = [Feeder(tiny_model("tiny:llama")).feed("a", prompt, 100) for prompt in prompts]
+    model = tiny_model("tiny:llama")
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda prompt: Feeder(model).feed("a", prompt, 100), prompts))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(together, alone, strict=True))
