@@ -6,9 +6,9 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paged.errors import Closed, InvalidRequest, check
+from paged.errors import BadLogits, Closed, InvalidRequest, check
 from paged.kv.pages import Int32
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
@@ -24,7 +24,11 @@ from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler, StepResult
+from scheduler.step import StepPlan
 from scheduler.stream import Stream
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = str | Sequence[int] | Int32
 _EXPLAINED = 1000  # finished requests that explain() still knows
@@ -308,18 +312,37 @@ class Engine:
                 for request in plan.admitted:
                     self.sampler.assign(request.slot, request.params, request.seed, request.end_ids)
                 logits = self.model.forward(plan.batch, self._storage())
-                sampled = self.sampler.sample(logits, plan.sample_slots, plan.positions, self._history)
+                sampled, bad = self._draw(logits, plan)
             except Exception as error:
                 for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
                     self._close(self._live[request.id], Event(request.id))
                 return True
-            self._deliver(self.scheduler.commit(plan, sampled.tokens), sampled)
+            self._deliver(self.scheduler.commit(plan, sampled.tokens), sampled, bad)
             return True
+
+    def _draw(self, logits: torch.Tensor, plan: StepPlan) -> tuple[Sampled, dict[int, str]]:
+        """The step's tokens, and for each row that holds no usable logits what is wrong with it.
+
+        Such a row fails alone. What its step wrote is not published, so that nobody attaches rows that hold NaN.
+        """
+        args = (plan.sample_slots, plan.positions, self._history)
+        try:
+            return self.sampler.sample(logits, *args), {}
+        except BadLogits as error:
+            rows = list(error.rows)
+            for slot in plan.sample_slots[rows].tolist():
+                cursor = self.scheduler.request_at(slot).cursor
+                if cursor is not None:
+                    cursor.closed = True
+            usable = logits.clone()
+            usable[rows] = 0.0
+            sampled, more = self._draw(usable, plan)
+            return sampled, {**dict.fromkeys(rows, f"BadLogits: {error}"), **more}
 
     def _storage(self) -> Any:
         return self.pool.storage
 
-    def _deliver(self, result: StepResult, sampled: Sampled) -> None:
+    def _deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
         """Turn the step's tokens into text and events, and end the requests that a stop string ended."""
         logprobs = sampled.logprobs
         for i, (request, token) in enumerate(zip(result.requests, result.tokens.tolist(), strict=True)):
@@ -328,14 +351,15 @@ class Engine:
                 continue
             event = Event(request.id)
             by_end_id = request.finish_reason == "stop"
-            if not by_end_id or request.params.include_stop:
+            if i in bad:
+                self._fail(request, bad[i])
+            elif not by_end_id or request.params.include_stop:
                 event.token_ids.append(token)
                 try:
                     event.text, stopped = live.push(token, logprobs[i] if logprobs is not None else None)
                 except Exception as error:
-                    request.error = f"{type(error).__name__}: {error}"
-                    self.scheduler.finish(request, "error")
-                    request.finish_reason, stopped = "error", False
+                    self._fail(request, f"{type(error).__name__}: {error}")
+                    stopped = False
                 if stopped:
                     self.scheduler.finish(request, "stop")
                     request.finish_reason = "stop"
@@ -345,6 +369,11 @@ class Engine:
                 live.events.append(event)
             elif not live.owned:
                 self._events.append(event)
+
+    def _fail(self, request: Request, error: str) -> None:
+        request.error = error
+        self.scheduler.finish(request, "error")
+        request.finish_reason = "error"  # also where the same step had ended it otherwise
 
     def _end(self, live: Live, reason: str, error: str = "") -> None:
         live.request.error = error

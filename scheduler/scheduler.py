@@ -152,7 +152,7 @@ class Scheduler:
         if len(self.waiting) and budget and state.num_free and not preempted:
             self.sharing.begin()
             for i in np.flatnonzero(num_tokens > 1).tolist():
-                self.sharing.offer(self._at(int(slots[i])), state, int(num_tokens[i]))
+                self.sharing.offer(self.request_at(int(slots[i])), state, int(num_tokens[i]))
             admitted = self._admit(budget)
         if admitted:
             new = state.running[len(slots) :]
@@ -182,14 +182,14 @@ class Scheduler:
         self.stats.computed_tokens += plan.num_rows
         if self.cache is not None:
             for i in np.flatnonzero(after // size > before // size).tolist():
-                self._publish(self._at(int(plan.slots[i])), int(after[i]))
+                self._publish(self.request_at(int(plan.slots[i])), int(after[i]))
         sampled = plan.sample_slots
         known = state.known[sampled]
         state.tokens[sampled, known] = tokens
         known += 1
         state.known[sampled] = known
         self.stats.generated_tokens += len(sampled)
-        requests = [self._at(slot) for slot in sampled.tolist()]
+        requests = [self.request_at(slot) for slot in sampled.tolist()]
         self.sharing.settle(requests)
         ended = (state.end_ids[sampled] == tokens[:, None]).any(axis=1) & (known > state.min_known[sampled])
         full = known >= state.limit[sampled]
@@ -203,7 +203,7 @@ class Scheduler:
         """The step's computation failed: every request in it ends with "error"; nothing that it wrote is published."""
         check(plan is self._in_flight, "abort() of a plan that is not in flight")
         self._in_flight = None
-        failed = [self._at(slot) for slot in plan.slots.tolist()]
+        failed = [self.request_at(slot) for slot in plan.slots.tolist()]
         for request in failed:
             request.error = error
             self.finish(request, "error")
@@ -230,11 +230,11 @@ class Scheduler:
     def _victim(self) -> Request:
         """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
         slots = self.state.running
-        arrivals = np.array([self._at(slot).arrival for slot in slots.tolist()])
+        arrivals = np.array([self.request_at(slot).arrival for slot in slots.tolist()])
         computed = self.state.computed[slots].astype(np.int64)
         if len(slots) > 1:
             computed[arrivals.argmin()] = np.iinfo(np.int64).max
-        return self._at(int(slots[np.lexsort((-arrivals, computed))[0]]))
+        return self.request_at(int(slots[np.lexsort((-arrivals, computed))[0]]))
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages and queue it again at its old place; its full pages stay in the cache."""
@@ -363,7 +363,8 @@ class Scheduler:
         request.known = self.state.vacate(request.slot)
         request.slot = -1
 
-    def _at(self, slot: int) -> Request:
+    def request_at(self, slot: int) -> Request:
+        """The request that runs in `slot`."""
         request = self.state.requests[slot]
         assert request is not None
         return request

@@ -553,3 +553,26 @@ def test_a_deleted_engine_leaves_nothing_behind_and_the_model_as_it_was() -> Non
     assert all(ref() is None for ref in dead)
     after = {k: v for k, v in vars(model).items() if k not in ("num_forwards", "num_rows")}
     assert after == {k: v for k, v in before.items() if k not in ("num_forwards", "num_rows")}
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_a_row_of_logits_without_a_usable_token_fails_alone_and_is_not_cached(poison: float) -> None:
+    engine = engine_of()
+    good, victim = [1] * 20, [4] * 40
+    forward = engine.model.forward
+
+    def poisoned(batch, storage):
+        logits = forward(batch, storage)
+        first = batch.tokens[batch.q_indptr[:-1]]
+        seqs = np.searchsorted(batch.q_indptr, batch.logit_rows, side="right") - 1
+        logits[torch.from_numpy((first[seqs] == 4) & (batch.kv_lens[seqs] == 40))] = poison
+        return logits
+
+    engine.model.forward = poisoned  # type: ignore[method-assign]
+    outputs = engine.generate([good, victim, good], SamplingParams(max_tokens=8))
+    assert [o.finish_reason for o in outputs] == ["length", "error", "length"]
+    assert "BadLogits" in outputs[1].error and outputs[1].token_ids == []
+    assert outputs[0].token_ids == outputs[2].token_ids == engine.model.greedy(good, 8)
+    assert engine.prefix_match_len(victim) == 0
+    engine.check()
+    assert engine.pool.num_live == 0
