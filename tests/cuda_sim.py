@@ -1,16 +1,18 @@
 """The CUDA kernels on the CPU, as a backend named "cuda-sim": built from csrc/sim and csrc/cuda when first asked for.
 
-The library lies in build/sim, in a folder named by the hash of its sources, so that a change of a kernel rebuilds it.
+Objects lie in build/sim, named by the hash of what they are made of, so that a change of a kernel rebuilds it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from paged.ops.cuda_work import Cut
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DPAGED_SIM", "-fno-strict-aliasing", "-ffp-contract=off", f"-I{CSRC}")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DPAGED_SIM", "-fno-strict-aliasing", "-ffp-contract=off")
 TYPES = ("Fp16", "Bf16")
+CACHE = ROOT / "build" / "sim"
 
 _P, _I, _L, _F, _B = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
 
@@ -82,19 +85,6 @@ def missing_compiler() -> str:
     return "" if shutil.which("g++") else "the CUDA simulation needs g++, which is not on the path"
 
 
-def sources(csrc: Path = CSRC) -> list[Path]:
-    """Every file that the simulation is built from."""
-    return sorted(p for folder in ("sim", "cuda") for p in (csrc / folder).rglob("*") if p.is_file())
-
-
-def digest(*extra: object) -> str:
-    """A name for one build: hash of the sources, this file and `extra`."""
-    state = hashlib.sha256(repr(extra).encode())
-    for path in (*sources(), Path(__file__)):
-        state.update(path.name.encode() + path.read_bytes())
-    return state.hexdigest()[:16]
-
-
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -108,33 +98,56 @@ def instance_source(kind: str, head_size: int) -> str:
 
 
 @cache
-def build() -> Path:
-    """The shared library; compiled (about 40 s on two cores) where the cached one is of other sources."""
-    folder = ROOT / "build" / "sim" / digest()
-    target = folder / "libpaged_sim.so"
-    if target.exists():
-        return target
-    work = folder / f"tmp-{os.getpid()}"
-    work.mkdir(parents=True, exist_ok=True)
-    units = [(path, []) for path in sorted((CSRC / "sim").glob("*.cpp"))]
-    units.append((CSRC / "cuda" / "launch.cu", ["-x", "c++"]))
-    for kind in TYPES:
-        for size in HEAD_SIZES:
-            path = work / f"{kind}_{size}.cpp"
-            path.write_text(instance_source(kind, size))
-            units.append((path, []))
-    objects = [work / f"{path.stem}.o" for path, _ in units]
-    with ThreadPoolExecutor(2) as pool:
-        commands = [
-            ["g++", *FLAGS, *flags, "-c", str(path), "-o", str(out)]
-            for (path, flags), out in zip(units, objects, strict=True)
-        ]
-        list(pool.map(run, commands))
-    library = work / target.name
-    run(["g++", "-shared", *map(str, objects), "-o", str(library), "-pthread"])
-    library.replace(target)  # two test workers may build at once: the last one wins, both files are equal
-    shutil.rmtree(work, ignore_errors=True)
+def _digest_of(root: Path) -> bytes:
+    """Hash of every file that a unit under `root` may include."""
+    state = hashlib.sha256()
+    for path in sorted(p for folder in ("sim", "cuda") for p in (root / folder).rglob("*") if p.is_file()):
+        state.update(path.name.encode() + path.read_bytes())
+    return state.digest()
+
+
+@contextmanager
+def _made_once(target: Path) -> Iterator[Path | None]:
+    """A path to write `target` to, or None if it is there: test workers that want one file make it once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            yield None
+            return
+        new = target.with_suffix(".new")
+        yield new
+        new.replace(target)  # only a whole file ever has the name
+
+
+def compile_unit(text: str, flags: tuple[str, ...] = FLAGS, root: Path = CSRC) -> Path:
+    """The object file of a C++ text that includes files of `root`; from the cache if nothing changed."""
+    name = hashlib.sha256(repr((text, flags)).encode() + _digest_of(root)).hexdigest()[:20]
+    target = CACHE / f"{name}.o"
+    with _made_once(target) as new:
+        if new is not None:
+            source = target.with_suffix(".cpp")
+            source.write_text(text)
+            run(["g++", *flags, f"-I{root}", "-c", str(source), "-o", str(new)])
     return target
+
+
+def link(name: str, objects: list[Path], flags: tuple[str, ...] = ()) -> Path:
+    """`objects` linked into a file whose name begins with `name`."""
+    target = CACHE / f"{name}-{hashlib.sha256(repr((objects, flags)).encode()).hexdigest()[:20]}"
+    with _made_once(target) as new:
+        if new is not None:
+            run(["g++", *map(str, objects), "-o", str(new), "-pthread", *flags])
+    return target
+
+
+@cache
+def build() -> Path:
+    """The shared library with every instance; compiled (about 20 s of one core) where its sources changed."""
+    units = [f'#include "{unit}"\n' for unit in ("sim/fiber.cpp", "sim/simt.cpp", "sim/library.cpp", "cuda/launch.cu")]
+    units += [instance_source(kind, size) for kind in TYPES for size in HEAD_SIZES]
+    with ThreadPoolExecutor(2) as pool:
+        return link("libpaged_sim", list(pool.map(compile_unit, units)), ("-shared",))
 
 
 def module() -> SimModule:

@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(kSimpleThreads) simple_kernel(const AttendPara
   const int last = item.key_end > item.key_begin ? (item.key_end - 1) / kSplit : first - 1;
   for (int split = first; split <= last; ++split) {
     const int begin = split * kSplit;
-    __syncthreads();  // the last split's sums and bases have been read
+    // Every thread is past the last split's keys, and so its bases: it had to meet the others before their sums.
     for (int i = tid; i < kSplit; i += kSimpleThreads) {
       const int key = begin + i;
       bases[i] = key >= item.key_begin && key < item.key_end ? key_base(p, item.table, key, kDim) : -1;
     }
-    __syncthreads();
+    __syncthreads();  // the bases are there, and the last split's sums have been read
 
     float m[kGroup], l[kGroup], acc[kGroup][8];
 #pragma unroll

@@ -80,8 +80,8 @@ void Fiber::start(void (*entry)(void*), void* argument) {
   argument_ = argument;
   fake_stack_ = nullptr;
 #if defined(PAGED_SIM_TSAN)
-  if (tsan_) __tsan_destroy_fiber(tsan_);
-  tsan_ = __tsan_create_fiber(0);
+  // Kept from block to block: thread i of a block follows thread i of the one before, for their stacks' sake.
+  if (!tsan_) tsan_ = __tsan_create_fiber(0);
 #endif
 #if defined(__x86_64__)
   auto** top = reinterpret_cast<void**>(memory_ + kStack);

@@ -61,7 +61,7 @@ struct Matrices {
 
 template <bool kTransposed>
 SIM_EXCHANGE void matrix_lanes(void* const* lanes, uint32_t) {
-  auto at = [&](int matrix, int row, int column) {
+  auto at = [&](int matrix, int row, int column) SIM_EXCHANGE {
     return uint32_t(static_cast<Matrices*>(lanes[matrix * 8 + row])->row[column]);
   };
   for (int i = 0; i < 32; ++i)
