@@ -112,7 +112,8 @@ class LlamaModel(LanguageModel):
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`, new memory."""
         step = _Step(self, batch, storage)
-        x = F.embedding(torch.from_numpy(batch.tokens).to(self.device), self._embed).float()
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))  # a copy: torch warns of arrays it may not write to
+        x = F.embedding(tokens.to(self.device), self._embed).float()
         for layer, place in zip(self._layers, self._places, strict=True):
             x += self._attention(layer, place, x, step)
             normed = layer.post_norm(x, step.normed).to(self.dtype)

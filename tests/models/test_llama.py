@@ -224,3 +224,15 @@ def test_threads_may_run_forwards_at_once_on_storage_of_their_own():
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(lambda prompt: Feeder(model).feed("a", prompt, 100), prompts))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(together, alone, strict=True))
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_may_not_be_written_to_are_no_reason_to_warn():
+    from paged.models.tiny import tiny_model
+    from paged.session import Session
+
+    model = tiny_model("tiny:llama")
+    tokens = np.arange(20, dtype=np.int32)
+    want = Session(model, model.create_kv_pool(num_pages=4)).eval(tokens)
+    tokens.flags.writeable = False
+    assert torch.equal(Session(model, model.create_kv_pool(num_pages=4)).eval(tokens), want)
