@@ -9,6 +9,8 @@ namespace isa_avx2 {
 #include "vec.inc"
 
 #include "append.inc"
+#include "attend_math.inc"
+
 #include "attend.inc"
 
 static const CpuKernels table = {"avx2", 128, scratch_bytes, attend, merge, append, read};

@@ -9,6 +9,8 @@ namespace isa_baseline {
 #include "vec.inc"
 
 #include "append.inc"
+#include "attend_math.inc"
+
 #include "attend.inc"
 
 static const CpuKernels table = {"baseline", 128, scratch_bytes, attend, merge, append, read};

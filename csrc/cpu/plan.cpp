@@ -32,7 +32,7 @@ class Builder {
   void build() {
     check_pages();
     for (const Cohort& c : cohorts()) add_cohort(c);
-    cut_keys();
+    cut_items();
     std::stable_sort(costs_.begin(), costs_.end(), [](const auto& x, const auto& y) { return x.first > y.first; });
     p_.items.reserve(costs_.size());
     for (const auto& [cost, item] : costs_) p_.items.push_back(item);
@@ -135,13 +135,11 @@ class Builder {
       split1 = std::max(split1, s.first_split + s.num_splits);
       vectors += (s.row1 - s.row0) * group_;
     }
-    p_.most_vectors = std::max(p_.most_vectors, vectors);
-    for (int h = 0; h < cut_.kv_heads; ++h) {
-      const Item item{seg0, seg1, h, split0, split1, shared_tiles};
-      const int64_t cost = item_cost(item);
-      p_.cost += cost;
-      costs_.emplace_back(cost, item);
-    }
+    const Item item{seg0, seg1, 0, cut_.kv_heads, split0, split1, shared_tiles};
+    p_.most_vectors = std::max(p_.most_vectors, vectors * cut_.kv_heads);
+    const int64_t cost = item_cost(item);
+    p_.cost += cost;
+    costs_.emplace_back(cost, item);
   }
 
   int64_t item_cost(const Item& item) const {
@@ -156,40 +154,48 @@ class Builder {
       cost += std::max(0, own) * (kTileCost + n);
       vectors += n;
     }
-    return cost + std::max(0, shared - t0) * (kTileCost + vectors);
+    cost += std::max(0, shared - t0) * (kTileCost + vectors);
+    return cost * (item.kv_head1 - item.kv_head0);
   }
 
-  // Divide what is too large for an even share among the threads at multiples of kSplit positions.
-  void cut_keys() {
-    if (cut_.threads < 2) return;
+  // Divide what is too large for an even share among the threads: many rows by their kv heads first, which costs
+  // nothing; a single row by its keys first, so that its pages are read as they lie in memory.
+  void cut_items() {
     const int64_t share = std::max<int64_t>(p_.cost / (int64_t(cut_.threads) * kItemsPerThread), 1);
     std::vector<std::pair<int64_t, Item>> result;
-    for (size_t i = 0; i < costs_.size(); ++i) {
-      const auto& [cost, item] = costs_[i];
-      const int splits = item.split1 - item.split0;
-      const int parts = int(std::min<int64_t>(splits, (cost + share - 1) / share));
-      if (parts < 2) {
-        result.push_back(costs_[i]);
-        continue;
+    for (const auto& [cost, item] : costs_) {
+      const Segment& first = p_.segments[item.seg0];
+      const bool single = item.seg1 - item.seg0 == 1 && first.row1 - first.row0 == 1;
+      const int most_splits = item.split1 - item.split0, most_heads = item.kv_head1 - item.kv_head0;
+      const int64_t parts = cut_.threads < 2 ? 1 : (cost + share - 1) / share;
+      int splits, heads;
+      if (single) {
+        splits = int(std::min<int64_t>(parts, most_splits));
+        heads = int(std::min<int64_t>((parts + splits - 1) / splits, most_heads));
+      } else {
+        heads = most_heads;
+        splits = int(std::min<int64_t>((parts + heads - 1) / heads, most_splits));
       }
-      for (int part = 0; part < parts; ++part) {
+      for (int i = 0; i < splits * heads; ++i) {
         Item cut = item;
-        cut.split0 = item.split0 + int(int64_t(splits) * part / parts);
-        cut.split1 = item.split0 + int(int64_t(splits) * (part + 1) / parts);
+        const int h = i % heads, s = i / heads;
+        cut.kv_head0 = item.kv_head0 + most_heads * h / heads;
+        cut.kv_head1 = item.kv_head0 + most_heads * (h + 1) / heads;
+        cut.split0 = item.split0 + int(int64_t(most_splits) * s / splits);
+        cut.split1 = item.split0 + int(int64_t(most_splits) * (s + 1) / splits);
         result.emplace_back(item_cost(cut), cut);
       }
-      for (int32_t s = item.seg0; s < item.seg1; ++s) keep_partials(s, item.kv_head);
+      if (splits > 1)
+        for (int32_t s = item.seg0; s < item.seg1; ++s) keep_partials(s);
     }
     costs_ = std::move(result);
   }
 
-  void keep_partials(int32_t segment, int32_t kv_head) {
+  void keep_partials(int32_t segment) {
     Segment& s = p_.segments[segment];
-    if (s.partial < 0) {
-      s.partial = p_.partial_vectors;
-      p_.partial_vectors += int64_t(s.row1 - s.row0) * group_ * s.num_splits * cut_.kv_heads;
-    }
-    p_.merges.push_back(segment * cut_.kv_heads + kv_head);
+    s.partial = p_.partial_vectors;
+    p_.partial_vectors += int64_t(s.row1 - s.row0) * group_ * s.num_splits * cut_.kv_heads;
+    for (int h = 0; h < cut_.kv_heads; ++h) p_.merges.push_back(segment * cut_.kv_heads + h);
   }
 
   const Batch& b_;

@@ -46,10 +46,10 @@ struct Segment {
   int64_t partial;
 };
 
-// One work item: the segments seg0..seg1, for one kv head and the key splits split0..split1. Tiles below
+// One work item: the segments seg0..seg1, the kv heads kv_head0..kv_head1 and the key splits split0..split1. Tiles below
 // `shared_tiles` lie in the same pages for all its segments and are read once.
 struct Item {
-  int32_t seg0, seg1, kv_head, split0, split1, shared_tiles;
+  int32_t seg0, seg1, kv_head0, kv_head1, split0, split1, shared_tiles;
 };
 
 struct AttendArgs {
