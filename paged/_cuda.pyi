@@ -56,6 +56,9 @@ class Work:
 def append(pool: Pool, layer: int, rows: Rows, stream: int) -> None: ...
 def copy_pages(pool: Pool, src: int, dst: int, count: int, stream: int) -> None: ...
 def attend(pool: Pool, layer: int, query: Query, work: Work, stream: int) -> None: ...
+def set_device(device: int) -> None:
+    """Make a device current for the calling thread; the launchers use the current one."""
+
 def device_count() -> tuple[int, int]:
     """(error, number of devices); error 35: no driver, or one too old for this build."""
 

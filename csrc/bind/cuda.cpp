@@ -83,6 +83,7 @@ NB_MODULE(_cuda, m) {
   m.def("attend", [](const Pool& pool, int layer, const Query& query, const Work& work, uintptr_t stream) {
     check(attend(pool, layer, query, work, reinterpret_cast<Stream>(stream)));
   });
+  m.def("set_device", [](int device) { check(set_device(device)); });
   m.def("device_count", [] {
     int count = 0;
     const int error = device_count(&count);

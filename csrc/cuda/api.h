@@ -85,6 +85,9 @@ int append(const Pool& pool, int layer, const Rows& rows, Stream stream);
 int copy_pages(const Pool& pool, const int* from, const int* to, int count, Stream stream);
 int attend(const Pool& pool, int layer, const Query& query, const Work& work, Stream stream);
 
+// Makes a device current for the calling thread; the launchers use the current one.
+int set_device(int device);
+
 // 0 and the number of devices, or the error: 35 where there is no driver, or one too old for this build.
 int device_count(int* count);
 const char* error_name(int error);

@@ -84,12 +84,14 @@ int attend(const Pool& pool, int layer, const Query& query, const Work& work, St
 }
 
 #ifdef PAGED_SIM
+int set_device(int) { return 0; }
 int device_count(int* count) {
   *count = 1;
   return 0;
 }
 const char* error_name(int error) { return error == kInvalid ? "invalid argument" : "invalid configuration argument"; }
 #else
+int set_device(int device) { return cudaSetDevice(device); }
 int device_count(int* count) { return cudaGetDeviceCount(count); }
 const char* error_name(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 #endif

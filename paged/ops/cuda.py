@@ -6,6 +6,7 @@ neighbours, the size of its chunk, the pages it lies on, or a prefix that it sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ _NO_DRIVER = 35  # cudaErrorInsufficientDriver
 class _Step:
     """What a plan holds on the device: uploaded once, used by every layer."""
 
+    made_for: tuple[torch.device, int]  # the storage's device and number of pages, which the plan was checked against
     slots: torch.Tensor
     positions: torch.Tensor
     tables: torch.Tensor
@@ -58,6 +60,7 @@ class CudaBackend:
         pool = self._pool(storage)
         if k.dtype != v.dtype:
             raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
+        _check_device(storage, k=k, v=v)
         step = self._step(plan, storage)
         k, v = _aligned(k), _aligned(v)
         rows = _fill(
@@ -68,7 +71,7 @@ class CudaBackend:
             num_rows=plan.num_rows,
             fp32=k.dtype == torch.float32,
         )
-        self._module.append(pool, layer, rows, _stream(storage))
+        self._launch(storage, self._module.append, pool, layer, rows)
 
     def attend(
         self,
@@ -90,8 +93,12 @@ class CudaBackend:
         pool = self._pool(storage)
         if q.dtype not in (torch.float32, storage.codec.dtype):
             raise TypeError(f"q must be fp32 or the stored {storage.codec.dtype}, got {q.dtype}")
+        if plan.page_size != storage.page_size:
+            raise UnsupportedShape(f"the plan has page_size {plan.page_size}, the storage {storage.page_size}")
+        _check_device(storage, q=q)
         if lse is not None:
             check_lse(lse, q)
+            _check_device(storage, lse=lse)
         step = self._step(plan, storage)
         q = _aligned(q)
         out = torch.empty_like(q)
@@ -108,7 +115,7 @@ class CudaBackend:
         )
         if plan.num_rows:
             work = self._work(plan, step, storage, q.shape[1], window)
-            self._module.attend(pool, layer, query, work, _stream(storage))
+            self._launch(storage, self._module.attend, pool, layer, query, work)
         return out
 
     def copy_pages(self, storage: PageStorage, src: Int32, dst: Int32) -> None:
@@ -119,11 +126,21 @@ class CudaBackend:
         pool = self._pool(storage)
         ids = _upload(np.concatenate([src, dst]), storage)
         address = ids.data_ptr()
-        self._module.copy_pages(pool, address, address + 4 * len(src), len(src), _stream(storage))
+        self._launch(storage, self._module.copy_pages, pool, address, address + 4 * len(src), len(src))
 
     def info(self) -> dict[str, str | int]:
         """The device's name."""
         return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none"}
+
+    def _launch(self, storage: PageStorage, call: Callable[..., None], *args: Any) -> None:
+        """Call a launcher with the current stream of the storage's device; nothing waits for it."""
+        device = storage.pages.device
+        if device.type != "cuda":  # the simulation
+            call(*args, 0)
+            return
+        with torch.cuda.device(device):
+            self._module.set_device(device.index)
+            call(*args, torch.cuda.current_stream(device).cuda_stream)
 
     def _pool(self, storage: PageStorage) -> Any:
         dtype, spec = storage.codec.dtype, storage.spec
@@ -146,12 +163,12 @@ class CudaBackend:
 
     def _step(self, plan: AttendPlan, storage: PageStorage) -> _Step:
         """The plan's arrays on the device; the first call of a step checks and uploads them."""
-        if not isinstance(plan.handle, _Step):
+        made_for = (storage.pages.device, storage.num_pages)
+        if not isinstance(plan.handle, _Step) or plan.handle.made_for != made_for:
             check_plan(plan, storage.num_pages)
             tables, _ = table_offsets(plan)
-            plan.handle = _Step(
-                _upload(plan.slots, storage), _upload(plan.positions, storage), _upload(tables, storage)
-            )
+            slots, positions, tables = (_upload(array, storage) for array in (plan.slots, plan.positions, tables))
+            plan.handle = _Step(made_for, slots, positions, tables)
         return plan.handle
 
     def _work(self, plan: AttendPlan, step: _Step, storage: PageStorage, heads: int, window: int) -> Any:
@@ -170,7 +187,7 @@ class CudaBackend:
         parts = (host.items, host.merges, host.rows, host.part_base)
         packed = _upload(np.concatenate([p.reshape(-1) for p in parts]), storage)
         size = host.num_partials * heads * (storage.spec.head_dim + 2)
-        partials = torch.empty(size, dtype=torch.float32, device=storage.device)
+        partials = torch.empty(size, dtype=torch.float32, device=storage.pages.device)
         items = packed.data_ptr()
         merges = items + host.items.nbytes
         rows = merges + host.merges.nbytes
@@ -208,21 +225,20 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 def _upload(array: np.ndarray, storage: PageStorage) -> torch.Tensor:
     """A copy of `array` on the storage's device. From pageable memory: the host array may change at once."""
-    return torch.tensor(array, device=storage.device)
+    return torch.tensor(array, device=storage.pages.device)
 
 
-def _stream(storage: PageStorage) -> int:
-    """The current stream of the storage's device, which becomes the current device; 0 on a CPU."""
-    if storage.device.type != "cuda":
-        return 0
-    torch.cuda.set_device(storage.device)
-    return torch.cuda.current_stream(storage.device).cuda_stream
+def _check_device(storage: PageStorage, **tensors: torch.Tensor) -> None:
+    """An address of another device's memory would be read as if it were one of this."""
+    for name, x in tensors.items():
+        if x.device != storage.pages.device:
+            raise ValueError(f"{name} must be on {storage.pages.device}, where the pages are, got {x.device}")
 
 
 def make_backend() -> CudaBackend:
     """The backend over `paged._cuda`. NativeMissing where it was not built, or where no CUDA device can be used."""
     try:
-        from paged import _cuda
+        from paged import _cuda  # pyright: ignore[reportMissingModuleSource]
     except ImportError as error:
         raise NativeMissing(
             f"paged._cuda cannot be imported ({error}); build it where nvcc is, with "

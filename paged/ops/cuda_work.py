@@ -140,7 +140,8 @@ def _shared_tiles(
     blocks: list[list[int]] = []
     row_begin = plan.num_rows
     for members, splits in groups:
-        rows = np.concatenate([np.arange(plan.q_indptr[s], plan.q_indptr[s + 1], dtype=np.int32) for s in members])
+        ranges = [(int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])) for s in members]
+        rows = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end in ranges])
         flat = len(rows) * group
         kind = 0 if flat > NARROW_ROWS else 1
         size = NARROW_ROWS if kind else wide_rows(head_dim)
