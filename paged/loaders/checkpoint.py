@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paged.errors import MissingTensor
-from paged.models.config import ModelConfig
+from paged.models.config import DeltaConfig, ModelConfig
 
 if TYPE_CHECKING:
     from paged.loaders.chat import ChatTemplate
@@ -69,14 +69,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that a model of this config computes with."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gates = 1 if config.delta is None else 2  # the hybrids' q_proj gives the gate of attention's output as well
+    attention = (
+        ("self_attn.q_proj", q_rows * gates, hidden, config.attention_bias),
+        ("self_attn.k_proj", kv_rows, hidden, config.attention_bias),
+        ("self_attn.v_proj", kv_rows, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, q_rows, config.output_bias),
+    )
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
+        delta = config.delta if config.layer_types[layer : layer + 1] == ("linear_attention",) else None
+        if delta is not None:
+            tensors.update({prefix + name: shape for name, shape in _delta_tensors(delta, hidden).items()})
         for name, out_features, in_features, bias in (
-            ("self_attn.q_proj", q_rows, hidden, config.attention_bias),
-            ("self_attn.k_proj", kv_rows, hidden, config.attention_bias),
-            ("self_attn.v_proj", kv_rows, hidden, config.attention_bias),
-            ("self_attn.o_proj", hidden, q_rows, config.output_bias),
+            *(attention if delta is None else ()),
             ("mlp.gate_proj", inner, hidden, config.mlp_bias),
             ("mlp.up_proj", inner, hidden, config.mlp_bias),
             ("mlp.down_proj", hidden, inner, config.mlp_bias),
@@ -86,13 +93,28 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
                 tensors[f"{prefix}{name}.bias"] = (out_features,)
         tensors[prefix + "input_layernorm.weight"] = (hidden,)
         tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        if config.qk_norm:
+        if config.qk_norm and delta is None:
             tensors[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             tensors[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
     tensors["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
+
+
+def _delta_tensors(delta: DeltaConfig, hidden: int) -> dict[str, Shape]:
+    """Tensors of a gated delta layer in place of attention."""
+    return {
+        "linear_attn.in_proj_qkv.weight": (delta.num_channels, hidden),
+        "linear_attn.in_proj_z.weight": (delta.value_size, hidden),
+        "linear_attn.in_proj_b.weight": (delta.num_value_heads, hidden),
+        "linear_attn.in_proj_a.weight": (delta.num_value_heads, hidden),
+        "linear_attn.conv1d.weight": (delta.num_channels, 1, delta.conv_kernel),
+        "linear_attn.A_log": (delta.num_value_heads,),
+        "linear_attn.dt_bias": (delta.num_value_heads,),
+        "linear_attn.norm.weight": (delta.value_head_dim,),
+        "linear_attn.out_proj.weight": (hidden, delta.value_size),
+    }
 
 
 def check_tensors(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from paged.errors import LoadError
-from paged.models.config import FAMILIES, Family, ModelConfig, RopeScaling
+from paged.models.config import FAMILIES, DeltaConfig, Family, ModelConfig, RopeScaling
 
 # What the Hugging Face config classes assume where config.json leaves a field out.
 _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
@@ -19,12 +19,20 @@ _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
-}
+    "qwen3_5": {
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+}  # fmt: skip
+_HF_OUTER = ("tie_word_embeddings", "quantization_config")  # what stands beside a nested text_config
 _HF_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
 }
 
 
@@ -33,17 +41,22 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     if not isinstance(values, Mapping):
         raise LoadError(f"{source}: expected a JSON object of model settings, found {type(values).__name__}")
     family = _hf_family(values, source)
+    if family == "qwen3_5" and isinstance(text := values.get("text_config"), Mapping):
+        values = {**text, **{key: values[key] for key in _HF_OUTER if key in values}}
     fields = _Fields({**_HF_DEFAULTS[family], **values}, source)
     fields.refuse_unless("hidden_act", "silu")
     fields.refuse_unless("quantization_config", None)
-    fields.refuse_unless("partial_rotary_factor", 1)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = _num_layers(fields, "num_hidden_layers")
     max_seq_len = fields.integer("max_position_embeddings")
     theta, scaling, limit = _hf_rope(fields, max_seq_len)
-    window, layer_types = _hf_window(fields, family, num_layers)
-    bias = bool(fields.get("attention_bias", False)) and family in ("llama", "qwen3")
+    head_dim = fields.integer("head_dim", _divide(hidden_size, num_heads, source))
+    if family == "qwen3_5":
+        window, layer_types = 0, _hf_hybrid_layers(fields, num_layers)
+    else:
+        window, layer_types = _hf_window(fields, family, num_layers)
+    bias = bool(fields.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_5")
     return fields.build(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -51,7 +64,7 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", _divide(hidden_size, num_heads, source)),
+        head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -61,9 +74,11 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         attention_bias=bias or family == "qwen2",
         output_bias=bias,
         mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_5"),
         sliding_window=window,
         layer_types=layer_types,
+        rotary_dim=_hf_rotary_dim(fields, family, head_dim),
+        delta=_hf_delta(fields) if family == "qwen3_5" else None,
     )
 
 
@@ -95,7 +110,7 @@ def config_from_gguf(
         family=family,
         vocab_size=rows or fields.integer("vocab_size", len(tokens) if tokens is not None else None),
         hidden_size=hidden_size,
-        num_layers=fields.integer("block_count"),
+        num_layers=_num_layers(fields, "block_count"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -164,6 +179,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
+def _num_layers(fields: _Fields, name: str) -> int:
+    """A number of layers that lists of one entry a layer can be made of; a damaged file may claim billions."""
+    num_layers = fields.integer(name)
+    if num_layers > 10_000:
+        raise LoadError(f"{fields.source}: expected at most 10000 layers in {fields.prefix}{name}, found {num_layers}")
+    return num_layers
+
+
 def _divide(hidden_size: int, num_heads: int, source: str) -> int | None:
     """The head size where the file gives none; None (= required) if the heads do not divide the hidden size."""
     if num_heads < 1:
@@ -176,6 +199,8 @@ def _hf_family(values: Mapping[str, Any], source: str) -> Family:
     architectures = values.get("architectures")
     if model_type is None and isinstance(architectures, list) and architectures:
         model_type = _HF_ARCHITECTURES.get(str(architectures[0]))
+    if model_type == "qwen3_5_text":
+        model_type = "qwen3_5"
     if model_type not in FAMILIES:
         raise LoadError(
             f"{source}: model_type must be one of {', '.join(FAMILIES)}, found {model_type!r} "
@@ -198,9 +223,45 @@ def _hf_window(fields: _Fields, family: Family, num_layers: int) -> tuple[int, t
     types = fields.get("layer_types")
     if types is None:
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    return window, _layer_types(fields, types)
+
+
+def _hf_hybrid_layers(fields: _Fields, num_layers: int) -> tuple[str, ...]:
+    """Layer types of a hybrid; without a list of them every `full_attention_interval`-th is attention."""
+    types, interval = fields.get("layer_types"), fields.integer("full_attention_interval")
+    if types is None and interval > 0:
+        types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+    return _layer_types(fields, types)
+
+
+def _layer_types(fields: _Fields, types: Any) -> tuple[str, ...]:
     if not isinstance(types, list):
         raise LoadError(f"{fields.source}: expected a list for layer_types, found {_short(types)}")
-    return window, tuple(str(kind) for kind in types)
+    return tuple(str(kind) for kind in types)
+
+
+def _hf_delta(fields: _Fields) -> DeltaConfig:
+    """Sizes of the layers that Hugging Face calls linear attention."""
+    try:
+        return DeltaConfig(
+            num_key_heads=fields.integer("linear_num_key_heads"),
+            num_value_heads=fields.integer("linear_num_value_heads"),
+            key_head_dim=fields.integer("linear_key_head_dim"),
+            value_head_dim=fields.integer("linear_value_head_dim"),
+            conv_kernel=fields.integer("linear_conv_kernel_dim"),
+        )
+    except LoadError as error:
+        raise LoadError(str(error) if fields.source in str(error) else f"{fields.source}: {error}") from None
+
+
+def _hf_rotary_dim(fields: _Fields, family: Family, head_dim: int) -> int:
+    """Leading values of a head that are rotated, 0 for all: only the hybrids may rotate a part."""
+    rope = _Fields(fields.get("rope_parameters") or fields.get("rope_scaling") or {}, fields.source, "rope_scaling.")
+    if family == "qwen3_5":
+        return int(head_dim * rope.number("partial_rotary_factor", fields.number("partial_rotary_factor")))
+    fields.refuse_unless("partial_rotary_factor", 1)
+    rope.refuse_unless("partial_rotary_factor", 1)
+    return 0
 
 
 def _hf_rope(fields: _Fields, max_seq_len: int) -> tuple[float, RopeScaling, int]:
@@ -210,7 +271,6 @@ def _hf_rope(fields: _Fields, max_seq_len: int) -> tuple[float, RopeScaling, int
         raise LoadError(f"{fields.source}: expected an object for rope_parameters, found {raw!r}")
     rope = _Fields(raw, fields.source, "rope_scaling.")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    rope.refuse_unless("partial_rotary_factor", 1)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "none"):
         return theta, RopeScaling(), max_seq_len

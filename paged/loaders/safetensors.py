@@ -22,6 +22,8 @@ from paged.models.config import ModelConfig
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NESTED = "model.language_model."  # where a checkpoint of text and images keeps what is "model." in one of text
+_HARMLESS = r"\.rotary_emb\.inv_freq$|^mtp\.|^model\.visual\."  # what text alone has no use for
 _FLOATS = ("F64", "F32", "F16", "BF16")  # integers and 8-bit floats need scales to mean a value
 
 
@@ -38,15 +40,14 @@ class SafetensorsFiles(TensorSource):
         for name, file in file_of.items():
             if name not in stored[file]:
                 raise MissingTensor(f"{folder / file}: expected tensor {name}, which {_INDEX} places there, found none")
-        if tied and _EMBEDDING not in file_of and _HEAD in file_of:
-            self._stored_name = {_EMBEDDING: _HEAD}  # of two tied tensors, either may have been saved
-        else:
-            self._stored_name = {}
-        self._spare_head = tied and _EMBEDDING in file_of and _HEAD in file_of
-        self._names = [name for name in [*self._stored_name, *file_of] if not (tied and name == _HEAD)]
+        names = {name.replace(_NESTED, "model.", 1) if name.startswith(_NESTED) else name: name for name in file_of}
+        self._spare_head = tied and _EMBEDDING in names and _HEAD in names
+        if tied and _EMBEDDING not in names and _HEAD in names:
+            names = {_EMBEDDING: _HEAD, **names}  # of two tied tensors, either may have been saved
+        self._stored_name = {name: stored for name, stored in names.items() if not (tied and name == _HEAD)}
 
     def names(self) -> list[str]:
-        return list(self._names)
+        return list(self._stored_name)
 
     def place(self, name: str) -> str:
         """File and tensor, for messages."""
@@ -69,7 +70,7 @@ class SafetensorsFiles(TensorSource):
         """Whether there is a head that a tied model does not use, and it is not the embedding once more."""
         if not self._spare_head:
             return False
-        head, embedding = (self._files[self._file_of[name]].get_tensor(name) for name in (_HEAD, _EMBEDDING))
+        head, embedding = (self.get(name, None) for name in (_HEAD, _EMBEDDING))
         return not torch.equal(head, embedding)
 
     def fingerprint(self) -> str:
@@ -103,7 +104,7 @@ def read_safetensors(folder: str | os.PathLike[str]) -> Checkpoint:
     settings = _json(folder / "config.json")
     config = ModelConfig.from_hf(settings, source=str(folder / "config.json"))
     tensors = SafetensorsFiles(folder, _files(folder), config.tie_embeddings)
-    used = check_tensors(config, tensors, place=tensors.place, harmless=r"\.rotary_emb\.inv_freq$")
+    used = check_tensors(config, tensors, place=tensors.place, harmless=_HARMLESS)
     for name in used:
         if tensors.dtype(name) not in _FLOATS:
             raise LoadError(
@@ -117,7 +118,9 @@ def read_safetensors(folder: str | os.PathLike[str]) -> Checkpoint:
         )
     generation = _json(folder / "generation_config.json", required=False)
     tokenizer_settings = _json(folder / "tokenizer_config.json", required=False)
-    eos_ids = [*_ids(generation, folder / "generation_config.json"), *_ids(settings, folder / "config.json")]
+    eos_ids = _ids(generation, folder / "generation_config.json")
+    for values in (settings, settings.get("text_config")):
+        eos_ids += _ids(values, folder / "config.json") if isinstance(values, dict) else []
     tokenizer = tokenizer_from_folder(folder, tokenizer_settings, eos_ids)
     if tokenizer is not None:
         eos_ids = tokenizer.eos_ids

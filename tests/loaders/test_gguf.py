@@ -310,7 +310,7 @@ def test_a_damaged_count_neither_hangs_nor_fills_the_memory(tmp_path: Path, item
     field = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, item, 1 << 62)
     path = tmp_path / "long.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field + bytes(4096))
-    with pytest.raises(LoadError, match=r"expected at least|expected an array of numbers or strings"):
+    with pytest.raises(LoadError, match=r"expected at least \d{19,} bytes|expected an array of numbers or strings"):
         read_gguf(path)
 
 

@@ -231,6 +231,7 @@ def test_gguf_ends_at_its_end_token_first_and_at_every_known_control_token() -> 
 
 
 def pieces_metadata(pieces: dict[str, float], **changes: Any) -> dict[str, Any]:
+    pieces = dict(sorted(pieces.items()))  # ids in another order than scores
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     values = {
         "model": "llama",
@@ -279,10 +280,12 @@ def test_sentencepiece_knows_bos_bytes_and_the_space_it_adds() -> None:
     tokenizer = tokenizer_from_gguf(pieces_metadata(PIECES), "x")
     assert tokenizer is not None
     assert (tokenizer.add_bos, tokenizer.bos_id, tokenizer.eos_ids, tokenizer.bos_token) == (True, 1, (2,), "<s>")
+    assert [tokenizer.is_special(i) for i in range(4)] == [True, True, True, False]
+    assert tokenizer.decode([0]) == ""
     ids = tokenizer.encode("hello world")
     assert [tokenizer.text_of(int(i)) for i in ids] == ["<s>", " hello", " world"]
     assert tokenizer.decode(ids) == "hello world"
-    assert tokenizer.encode("<s>hello").tolist() == [1, 263]
+    assert tokenizer.encode("<s>hello").tolist() == [1, tokenizer.id_of("\u2581hello")]
     assert tokenizer.token_bytes(3 + 0xF0) == b"\xf0"
     assert tokenizer.decode([3 + byte for byte in "🙂".encode()]) == "🙂"
     without = tokenizer_from_gguf(pieces_metadata(PIECES, add_space_prefix=False, add_bos_token=False), "x")
