@@ -13,7 +13,10 @@ from paged.models.base import ForwardBatch, LanguageModel
 
 class Feeder:
     """Sequences of one model by name. Pages are handed out in random order from storage filled with NaN, so that a
-    row that is read before it was written, or from another sequence, shows."""
+    row that is read before it was written, or from another sequence, shows. So are the slots of recurrent state, of a
+    model that has it, out of `NUM_SLOTS`."""
+
+    NUM_SLOTS = 16
 
     def __init__(self, model: LanguageModel, page_size: int = 16, num_pages: int = 512, seed: int = 0) -> None:
         self.model = model
@@ -21,6 +24,9 @@ class Feeder:
         self.storage = PageStorage(model.spec, num_pages, page_size, model.default_kv_dtype(), model.device)
         self.storage.pages.fill_(float("nan"))
         self.free = np.random.default_rng(seed).permutation(num_pages).astype(np.int32).tolist()
+        self.states = model.create_state_pool(self.NUM_SLOTS)
+        self.free_slots = np.random.default_rng(seed).permutation(self.NUM_SLOTS).tolist()
+        self.slots: dict[str, int] = {}
         self.tables: dict[str, list[list[int]]] = {}
         self.lengths: dict[str, int] = {}
 
@@ -30,6 +36,8 @@ class Feeder:
         for name, tokens in rows.items():
             table = self.tables.setdefault(name, [[] for _ in range(groups)])
             self.lengths[name] = self.lengths.get(name, 0) + len(tokens)
+            if self.states is not None and name not in self.slots:
+                self.slots[name] = self.free_slots.pop()
             for row in table:
                 while len(row) * self.page_size < self.lengths[name]:
                     row.append(self.free.pop())
@@ -48,6 +56,8 @@ class Feeder:
             page_tables=tables,
             logit_rows=np.ascontiguousarray(logit_rows, dtype=np.int32),
         )
+        if self.states is not None:
+            batch.states, batch.state_slots = self.states, np.array([self.slots[name] for name in rows], np.int32)
         logits = self.model.forward(batch, self.storage)
         if wanted == "all":
             return dict(zip(rows, logits.split(counts), strict=True))
@@ -59,6 +69,8 @@ class Feeder:
         del self.lengths[name]
         self.storage.pages[pages] = float("nan")
         self.free += pages
+        if self.states is not None:
+            self.free_slots.append(self.slots.pop(name))  # it keeps the state, which the next sequence must not see
 
     def feed(self, name: str, tokens: Sequence[int], chunk: int = 0) -> torch.Tensor:
         """Logits `[n, vocab]` of tokens fed alone, `chunk` at a time (0: all at once)."""

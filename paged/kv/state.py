@@ -85,6 +85,8 @@ class StatePool:
         StateMismatch where rows do not start at their slot's position, ValueError for a slot that is not in the
         pool or is given twice; then nothing was touched. O(S), plus zeroing the slots that start.
         """
+        if len(slots) != len(kv_lens):
+            raise ValueError(f"a step of {len(kv_lens)} sequences needs as many state slots, got {len(slots)}")
         counts = np.diff(q_indptr)
         active = (counts > 0) & (kv_lens > 0)
         used, starts = slots[active], (kv_lens - counts)[active]

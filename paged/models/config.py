@@ -1,4 +1,4 @@
-"""The hyperparameters of the Llama-like families, from a Hugging Face config.json or from GGUF metadata."""
+"""The hyperparameters of the Llama-like families and of their hybrids, from a config.json or from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from paged.errors import LoadError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_5"]
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,40 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Sizes of the gated delta layers of a hybrid model: each key head serves as many value heads in a row."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"):
+            _positive_int(name, getattr(self, name))
+        if self.num_value_heads % self.num_key_heads:
+            raise LoadError(
+                f"the value heads of delta layers must be a multiple of their key heads, "
+                f"got {self.num_value_heads}:{self.num_key_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Values of all key heads, or of all query heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the causal convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that shapes the computation of one model; equal configs mean equal computation graphs.
 
@@ -50,9 +84,13 @@ class ModelConfig:
     mlp_bias        gate, up and down projections have one
     qk_norm         q and k are RMS-normalised per head before the rotation (Qwen3)
     sliding_window  tokens a windowed layer sees, the query itself included; 0 = none
-    layer_types     "full_attention" or "sliding_attention" a layer; empty = all sliding if sliding_window, else full
+    layer_types     "full_attention" or "sliding_attention" a layer; empty = all sliding if sliding_window, else full;
+                    in a hybrid "linear_attention" or "full_attention"
+    rotary_dim      leading values of a head that the rotary embedding turns; 0 = the whole head
+    delta           sizes of the "linear_attention" layers; None = there are none
 
-    The activation is always SiLU and the rotary embedding always covers the whole head: anything else is refused.
+    The activation is always SiLU. The family qwen3_5 means more than these say: norms whose weights are counted from
+    1, and a gate on the output of attention.
     """
 
     family: Family
@@ -74,6 +112,8 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int = 0
     layer_types: tuple[str, ...] = ()
+    rotary_dim: int = 0
+    delta: DeltaConfig | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -82,9 +122,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
             "max_seq_len",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LoadError(f"{name} must be a positive int, got {value!r}")
+            _positive_int(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -93,18 +131,25 @@ class ModelConfig:
             raise LoadError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads}:{self.num_kv_heads}")
         if self.head_dim % 2:
             raise LoadError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            raise LoadError(f"rotary_dim must be even and at most head_dim {self.head_dim}, got {self.rotary_dim}")
+        if (self.delta is not None) != (self.family == "qwen3_5"):
+            raise LoadError(f"delta layers belong to the family qwen3_5, got {self.family} and {self.delta}")
         if isinstance(self.sliding_window, bool) or not isinstance(self.sliding_window, int) or self.sliding_window < 0:
             raise LoadError(f"sliding_window must be an int >= 0, got {self.sliding_window!r}")
         if self.layer_types:
-            unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+            other = "sliding_attention" if self.delta is None else "linear_attention"
+            unknown = set(self.layer_types) - {"full_attention", other}
             if unknown or len(self.layer_types) != self.num_layers:
                 raise LoadError(
-                    f"layer_types must be {self.num_layers} of full_attention or sliding_attention, "
+                    f"layer_types must be {self.num_layers} of full_attention or {other}, "
                     f"got {len(self.layer_types)}" + (f" with {sorted(unknown)}" if unknown else "")
                 )
             if "sliding_attention" in self.layer_types and not self.sliding_window:
                 raise LoadError("layer_types names a sliding_attention layer but sliding_window is 0")
-        _check_scaling(self.rope_scaling, self.head_dim)
+        if self.delta is not None and len(set(self.layer_types)) != 2:
+            raise LoadError("a hybrid needs layers of both kinds in layer_types, linear_attention and full_attention")
+        _check_scaling(self.rope_scaling, self.rotary_dim or self.head_dim)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -142,10 +187,15 @@ class ModelConfig:
         return config_from_gguf(metadata, shapes or {}, rope_factors, source)
 
 
-def _check_scaling(scaling: RopeScaling, head_dim: int) -> None:
+def _positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LoadError(f"{name} must be a positive int, got {value!r}")
+
+
+def _check_scaling(scaling: RopeScaling, rotary_dim: int) -> None:
     if scaling.kind == "factors":
-        if len(scaling.factors) != head_dim // 2 or not all(0 < f < math.inf for f in scaling.factors):
-            raise LoadError(f"rope factors must be {head_dim // 2} positive numbers, got {len(scaling.factors)}")
+        if len(scaling.factors) != rotary_dim // 2 or not all(0 < f < math.inf for f in scaling.factors):
+            raise LoadError(f"rope factors must be {rotary_dim // 2} positive numbers, got {len(scaling.factors)}")
     elif scaling.kind not in ("none", "linear", "llama3", "yarn"):
         raise LoadError(f"rope scaling must be one of none, linear, llama3, yarn, factors, got {scaling.kind!r}")
     if scaling.factor <= 0:

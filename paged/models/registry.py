@@ -16,7 +16,7 @@ ModelSource = str | os.PathLike[str] | LanguageModel | Any
 
 
 def load_model(source: ModelSource, *, max_seq_len: int | None = None, device: str = "auto") -> LanguageModel:
-    """A model from "smollm2", a .gguf file, a Hugging Face folder, "tiny:llama", or an object of your own.
+    """A model from "smollm2", a .gguf file, a Hugging Face folder, "tiny:llama", "tiny:hybrid", or your own object.
 
     `max_seq_len` lowers the model's own limit and cannot raise it. `device` is "auto" (a GPU if there is one),
     "cpu", "cuda" or "cuda:N"; the weights are fp32 on the CPU and bf16 on a GPU. An object of your own needs the
@@ -52,11 +52,12 @@ def pick_device(device: str) -> torch.device:
 
 def _from_checkpoint(source: str | os.PathLike[str], max_seq_len: int | None, device: torch.device) -> LanguageModel:
     from paged.loaders.open import open_checkpoint
+    from paged.models.hybrid import HybridModel
     from paged.models.llama import LlamaModel
 
     checkpoint = open_checkpoint(source)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = LlamaModel(
+    model = (LlamaModel if checkpoint.config.delta is None else HybridModel)(
         checkpoint.config,
         lambda name: checkpoint.tensors.get(name, dtype),
         max_seq_len=max_seq_len,
@@ -77,7 +78,7 @@ _REQUIRED: tuple[tuple[str, type, str], ...] = (
     ("max_seq_len", int, "the positions it can hold, an int"),
     ("fingerprint", str, "a str that differs between models and between weights (see paged.models.fingerprint)"),
 )
-_OPTIONAL = ("eos_token_ids", "name", "device", "tokenizer", "chat")
+_OPTIONAL = ("eos_token_ids", "name", "device", "tokenizer", "chat", "state_spec")
 
 
 class _View(LanguageModel):

@@ -12,7 +12,8 @@ import xxhash
 from paged.errors import LoadError
 from paged.loaders.checkpoint import expected_tensors
 from paged.models.base import LanguageModel
-from paged.models.config import Family, ModelConfig
+from paged.models.config import DeltaConfig, Family, ModelConfig
+from paged.models.hybrid import HybridModel
 from paged.models.llama import LlamaModel
 
 TINY_LLAMA = ModelConfig(
@@ -27,13 +28,29 @@ TINY_LLAMA = ModelConfig(
     max_seq_len=4096,
 )
 
+TINY_HYBRID = ModelConfig(
+    family="qwen3_5",
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_seq_len=4096,
+    qk_norm=True,
+    layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention"),
+    rotary_dim=8,
+    delta=DeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16, conv_kernel=4),
+)
+
 
 def tiny_model(name: str, *, max_seq_len: int | None = None, device: str | torch.device = "cpu") -> LanguageModel:
-    """The model called "tiny:llama". Its weights are the same in every process and on every machine."""
-    if name != "tiny:llama":
-        raise LoadError(f'the tiny models are "tiny:llama"; found {name!r}')
-    weights = random_tensors(TINY_LLAMA)
-    model = LlamaModel(TINY_LLAMA, weights.__getitem__, max_seq_len=max_seq_len, device=device)
+    """The model called "tiny:llama" or "tiny:hybrid"; its weights are the same in every process, on every machine."""
+    if name not in ("tiny:llama", "tiny:hybrid"):
+        raise LoadError(f'the tiny models are "tiny:llama" and "tiny:hybrid"; found {name!r}')
+    kind, config = (LlamaModel, TINY_LLAMA) if name == "tiny:llama" else (HybridModel, TINY_HYBRID)
+    model = kind(config, random_tensors(config).__getitem__, max_seq_len=max_seq_len, device=device)
     model.name = name
     return model
 
@@ -42,7 +59,8 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
     """Every tensor of a model of this config, fp32; each depends only on (seed, name, shape).
 
     Scaled so that layers change what passes through them and logits differ clearly (standard deviation about 3):
-    greedy text of such a model wanders over its vocabulary instead of repeating one token.
+    greedy text of such a model wanders over its vocabulary instead of repeating one token. Delta layers forget half
+    of their state in about twenty tokens, some heads sooner, some later.
     """
     tensors = {}
     for name, shape in expected_tensors(config).items():
@@ -51,7 +69,13 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
         if len(shape) == 2 and name != "model.embed_tokens.weight":
             values *= (3.0 if name == "lm_head.weight" else 1.5) / math.sqrt(shape[1])
         elif name.endswith("norm.weight"):
-            values = 1.0 + 0.1 * values
+            centre = 0.0 if config.delta is not None and ".linear_attn." not in name else 1.0
+            values = centre + 0.1 * values
+        elif ".linear_attn." in name:
+            if name.endswith("A_log"):
+                values -= 3.0
+            elif name.endswith("conv1d.weight"):
+                values *= 1.5 / math.sqrt(shape[-1])
         elif name.endswith(".bias"):
             values *= 0.5
         elif config.tie_embeddings:
@@ -62,9 +86,9 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
 
 def tiny_hf_settings(family: Family = "llama", **overrides: Any) -> dict[str, Any]:
     """A Hugging Face config.json, as a dict, of a random model of `family` that runs in milliseconds."""
-    architectures = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    architectures = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
     settings: dict[str, Any] = {
-        "model_type": family,
+        "model_type": "qwen3_5_text" if family == "qwen3_5" else family,
         "architectures": [architectures[family] + "ForCausalLM"],
         "vocab_size": 96,
         "hidden_size": 48,
@@ -83,4 +107,15 @@ def tiny_hf_settings(family: Family = "llama", **overrides: Any) -> dict[str, An
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if family == "qwen3_5":
+        settings |= {
+            "num_hidden_layers": 4,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 4,
+        }
+        del settings["sliding_window"]
     return {**settings, **overrides}
