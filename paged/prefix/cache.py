@@ -29,7 +29,8 @@ class PrefixCache:
     pages of others first, then its own tail. Not thread-safe.
 
     Invariants (`check()`): those of the index; the pool's `held` flags are exactly the index's pages; every idle
-    leaf can be evicted; each chain's live pages are those in the index; no more than `max_pages` pages are held.
+    leaf can be evicted; a page in use has its whole prefix in use, so every idle page can be had by evicting; each
+    chain's live pages are those in the index; no more than `max_pages` pages are held.
     """
 
     def __init__(
@@ -288,4 +289,8 @@ class PrefixCache:
         for node in live.tolist():
             idle_leaf = not index.children[node] and self._idle(node)
             check(not idle_leaf or node in queued, "an idle leaf cannot be evicted")
+        below = live[index.parent[live] >= 0]
+        used = self.pool.refs[index.pages] > 1  # [nodes, groups]
+        idle_above = used[below].any(axis=1) & ~used[index.parent[below]].all(axis=1)
+        check(not idle_above.any(), "a page is in use and its parent is not")
         check(not self.max_pages or self.held_pages <= self.max_pages, "more pages are held than max_pages")

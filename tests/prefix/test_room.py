@@ -283,6 +283,10 @@ def bound_is_broken(cache: PrefixCache) -> None:
     cache.max_pages = 1
 
 
+def child_in_use_alone(cache: PrefixCache) -> None:
+    cache.pool.share(cache.index.pages[1])
+
+
 def index_is_broken(cache: PrefixCache) -> None:
     cache.index.children[0] += 1
 
@@ -298,6 +302,7 @@ def index_is_broken(cache: PrefixCache) -> None:
         (chain_is_forgotten, "live pages are wrong"),
         (chain_without_pages, "live pages are wrong"),
         (bound_is_broken, "more pages are held than max_pages"),
+        (child_in_use_alone, "a page is in use and its parent is not"),
         (index_is_broken, "children count"),
     ],
 )

@@ -1,0 +1,290 @@
+"""The machines are worth what they find: each of these faults, planted on purpose, must make one of them fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cache_machine import CacheMachine
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from scheduler_machine import SchedulerMachine
+
+from paged.errors import OutOfPages
+from paged.kv.page_table import PageTable
+from paged.kv.pages import PagePool
+from paged.ops.dispatch import get_backend
+from paged.prefix.cache import PrefixCache
+from paged.prefix.index import Cursor, PrefixIndex
+from scheduler.scheduler import Scheduler
+from scheduler.sharing import StepSharing
+from scheduler.slots import Slots
+
+Patch = pytest.MonkeyPatch
+
+SETTINGS = settings(
+    max_examples=300,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class RealHash(CacheMachine):
+    hashes = ("real",)
+
+
+class OneHash(CacheMachine):
+    hashes = ("one for all",)
+
+
+class SlowPrefill(SchedulerMachine):
+    hashes = ("real",)
+    page_sizes = (8,)
+    budgets = (3,)
+
+
+def a_reference_is_dropped_on_share(patch: Patch) -> None:
+    real = PagePool.share
+    patch.setattr(PagePool, "share", lambda self, ids: real(self, ids[:-1]))
+
+
+def a_reference_is_kept_on_release(patch: Patch) -> None:
+    real = PageTable.truncate
+
+    def truncate(self: PageTable, num_pages: int) -> None:
+        if self.num_pages:
+            self.pool.share(self._rows[:1, -1])
+        real(self, num_pages)
+
+    patch.setattr(PageTable, "truncate", truncate)
+
+
+def a_parent_is_evicted_before_its_child(patch: Patch) -> None:
+    def on_idle(self: PrefixCache, ids: np.ndarray) -> None:
+        for node in np.unique(self.index.node_of_page[ids]).tolist():
+            self.queue.push(node)
+
+    def reclaim(self: PrefixCache, num_pages: int) -> int:
+        freed = 0
+        while freed < num_pages and (node := self.queue.pop()) is not None:
+            if self._idle(node):
+                freed += self._evict(node)
+        return freed
+
+    patch.setattr(PrefixCache, "_on_idle", on_idle)
+    patch.setattr(PrefixCache, "_reclaim", reclaim)
+    real = PrefixIndex.remove
+    patch.setattr(PrefixIndex, "remove", lambda self, node: (self.children.__setitem__(node, 0), real(self, node))[1])
+
+
+def a_page_in_use_is_evicted(patch: Patch) -> None:
+    patch.setattr(PrefixCache, "_idle", lambda self, node: True)
+
+
+def an_idle_leaf_is_forgotten(patch: Patch) -> None:
+    patch.setattr(PrefixCache, "_on_idle", lambda self, ids: None)
+
+
+def the_tokens_are_not_compared(patch: Patch) -> None:
+    patch.setattr(PrefixIndex, "_verified", lambda self, cursor, tokens, start, found: len(found))
+
+
+def the_parent_is_not_compared(patch: Patch) -> None:
+    def verified(self: PrefixIndex, cursor: Cursor, tokens: np.ndarray, start: int, found: np.ndarray) -> int:
+        want = tokens[start * self.page_size : (start + len(found)) * self.page_size].reshape(len(found), -1)
+        good = (self.tokens[found] == want).all(axis=1)
+        return len(found) if good.all() else int(good.argmin())
+
+    patch.setattr(PrefixIndex, "_verified", verified)
+
+
+def a_shared_page_is_written_into(patch: Patch) -> None:
+    real = PageTable.ensure
+
+    def ensure(self: PageTable, start: int, end: int) -> None:
+        refs, self.pool.refs = self.pool.refs, np.minimum(self.pool.refs, 1)
+        try:  # it sees no shared page; what it takes is written back
+            real(self, start, end)
+        finally:
+            refs = np.concatenate([refs, np.zeros(len(self.pool.refs) - len(refs), np.int32)])
+            self.pool.refs = np.where(refs > 1, refs, self.pool.refs)
+
+    patch.setattr(PageTable, "ensure", ensure)
+
+
+def a_copied_page_lacks_its_rows(patch: Patch) -> None:
+    patch.setattr(type(get_backend("cpu")), "copy_pages", lambda self, storage, src, dst: None)
+
+
+def a_match_goes_to_the_prompts_end(patch: Patch) -> None:
+    def seek(self: PrefixCache, cursor: Cursor, prompt: np.ndarray) -> int:
+        return self.index.seek(cursor, prompt, len(prompt) // self.pool.page_size) * self.pool.page_size
+
+    patch.setattr(PrefixCache, "seek", seek)
+
+
+def namespaces_are_ignored(patch: Patch) -> None:
+    real = PrefixCache.cursor
+    patch.setattr(PrefixCache, "cursor", lambda self, namespace="", **fields: real(self, "", **fields))
+
+
+def the_bound_is_ignored(patch: Patch) -> None:
+    patch.setattr(PrefixCache, "_trim", lambda self, cursor, first: None)
+
+
+def a_merged_page_stays_in_the_table(patch: Patch) -> None:
+    def replace(self: PageTable, column: int, ids: np.ndarray) -> None:
+        self.pool.release(self._rows[:, column])
+
+    patch.setattr(PageTable, "replace", replace)
+
+
+def taking_too_many_takes_some(patch: Patch) -> None:
+    real = PagePool.alloc
+
+    def alloc(self: PagePool, n: int) -> np.ndarray:
+        try:
+            return real(self, n)
+        except OutOfPages:
+            real(self, self.num_free)
+            raise
+
+    patch.setattr(PagePool, "alloc", alloc)
+
+
+# The scheduler ----------------------------------------------------------------------------------------------------
+
+
+def pages_are_published_before_the_commit(patch: Patch) -> None:
+    real = Scheduler.schedule
+
+    def schedule(self: Scheduler):
+        plan = real(self)
+        if plan is not None:
+            for slot, end in zip(plan.slots.tolist(), plan.batch.kv_lens.tolist(), strict=True):
+                self._publish(self.request_at(slot), end)
+        return plan
+
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+def nothing_is_released_on_finish(patch: Patch) -> None:
+    def vacate(self: Slots, slot: int) -> np.ndarray:
+        self.requests[slot] = None
+        self.running = self.running[self.running != slot]
+        self._free.append(slot)
+        return self.tokens[slot, : self.known[slot]].copy()
+
+    patch.setattr(Slots, "vacate", vacate)
+
+
+def a_resumed_request_forgets_its_output(patch: Patch) -> None:
+    real = Scheduler.preempt
+
+    def preempt(self: Scheduler, request) -> None:
+        real(self, request)
+        self.waiting.remove(request)
+        request.known = request.known[: max(1, len(request.known) - 1)]
+        self.waiting.add(request)
+
+    patch.setattr(Scheduler, "preempt", preempt)
+
+
+def offers_ignore_what_comes_before(patch: Patch) -> None:
+    class Loose(dict):
+        def get(self, key, default=None):
+            return super().get(key[1], default)
+
+        def __setitem__(self, key, value):
+            super().__setitem__(key[1], value)
+
+    real = StepSharing.__init__
+
+    def init(self: StepSharing, page_size: int) -> None:
+        real(self, page_size)
+        self._offered = Loose()
+
+    patch.setattr(StepSharing, "__init__", init)
+
+
+def offers_outlive_their_step(patch: Patch) -> None:
+    patch.setattr(StepSharing, "begin", lambda self: None)
+
+
+def a_waiter_is_never_told(patch: Patch) -> None:
+    patch.setattr(StepSharing, "settle", lambda self, requests: None)
+
+
+def a_release_ends_no_epoch(patch: Patch) -> None:
+    patch.setattr(Cursor, "open", property(lambda self: not self.closed))
+
+
+def a_published_twin_is_not_taken_over(patch: Patch) -> None:
+    real = PrefixCache.publish
+
+    def publish(self: PrefixCache, *args):
+        real(self, *args)
+        return []
+
+    patch.setattr(PrefixCache, "publish", publish)
+
+
+def the_last_page_of_a_table_is_not_extended(patch: Patch) -> None:
+    real = Scheduler._extend_tables
+
+    def extend(self: Scheduler, preempted: list) -> None:
+        real(self, preempted)
+        state = self.state
+        late = state.running[state.known[state.running] % self.pool.page_size == 1]
+        if len(late) and self.pool.page_size > 1:
+            slot = int(late[0])
+            state.page_table[:, slot, state.num_pages[slot] - 1] = state.page_table[:, slot, 0]
+
+    patch.setattr(Scheduler, "_extend_tables", extend)
+
+
+FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
+    (RealHash, a_reference_is_dropped_on_share),
+    (RealHash, a_reference_is_kept_on_release),
+    (RealHash, a_parent_is_evicted_before_its_child),
+    (RealHash, a_page_in_use_is_evicted),
+    (RealHash, an_idle_leaf_is_forgotten),
+    (OneHash, the_tokens_are_not_compared),
+    (OneHash, the_parent_is_not_compared),
+    (RealHash, a_shared_page_is_written_into),
+    (RealHash, a_copied_page_lacks_its_rows),
+    (RealHash, a_match_goes_to_the_prompts_end),
+    (RealHash, namespaces_are_ignored),
+    (RealHash, the_bound_is_ignored),
+    (RealHash, a_merged_page_stays_in_the_table),
+    (RealHash, taking_too_many_takes_some),
+    (SchedulerMachine, pages_are_published_before_the_commit),
+    (SchedulerMachine, nothing_is_released_on_finish),
+    (SchedulerMachine, a_resumed_request_forgets_its_output),
+    (SchedulerMachine, offers_ignore_what_comes_before),
+    (SchedulerMachine, offers_outlive_their_step),
+    (SchedulerMachine, a_waiter_is_never_told),
+    (SlowPrefill, a_release_ends_no_epoch),
+    (SchedulerMachine, a_published_twin_is_not_taken_over),
+    (SchedulerMachine, the_last_page_of_a_table_is_not_extended),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machine", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
+def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, OutOfPages)):
+        run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [RealHash, OneHash, SlowPrefill])
+def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=60))
