@@ -218,25 +218,6 @@ def test_a_fifth_long_prompt_waits_for_pages_instead_of_pushing_others_out() -> 
     assert driver.scheduler.stats.peak_running == 4
 
 
-def test_two_prompts_of_60_percent_of_the_pool_compute_at_most_twice_their_tokens() -> None:
-    driver = Driver(50, 16, max_num_batched_tokens=128)
-    for i in range(2):
-        driver.submit(f"r{i}", [i + 1] * 480, 60)
-    driver.run()
-    driver.expect_all_exact()
-    assert driver.scheduler.stats.computed_tokens <= 2 * 2 * 480
-
-
-@pytest.mark.parametrize("policy", ["fcfs"])
-def test_equal_requests_over_few_slots_never_preempt_each_other(policy: str) -> None:
-    driver = Driver(64, 4, max_num_seqs=2, policy=policy)
-    for i in range(4):
-        driver.submit(f"r{i}", [i] * 9, 20)
-    driver.run()
-    assert driver.scheduler.stats.num_preemptions == 0
-    driver.expect_all_exact()
-
-
 # Costs as counts --------------------------------------------------------------------------------------------------
 
 

@@ -58,18 +58,6 @@ def test_decodes_come_before_chunks_and_each_gets_its_row() -> None:
         assert all(plan[name] == 1 for name in running)
 
 
-def test_a_decode_gets_a_token_in_every_step_of_a_long_prefill() -> None:
-    driver = Driver(900, 16, max_num_batched_tokens=512, model=EchoModel(max_seq_len=12_000))
-    driver.submit("chat", [1, 2, 3], 60)
-    driver.step()
-    driver.submit("long", [5] * 10_000, 1)
-    driver.run()
-    with_long = [plan for plan in driver.plans if "long" in plan]
-    assert len(with_long) == -(-10_000 // 511)
-    assert all(plan["chat"] == 1 and plan["long"] <= 511 for plan in with_long)
-    driver.expect_all_exact()
-
-
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 16, 64, 512])
 @pytest.mark.parametrize("cache", [True, False])
 def test_outputs_do_not_depend_on_budget_batch_or_cache(budget: int, cache: bool) -> None:

@@ -1,0 +1,45 @@
+"""A prompt that can never fit is refused at once; the others do not notice."""
+
+from __future__ import annotations
+
+import pytest
+from byhand import span
+from driver import Driver
+from fakes import EchoModel
+
+from paged.errors import InvalidRequest, PromptTooLong
+
+
+def engine() -> Driver:
+    return Driver(49, 16, model=EchoModel(max_seq_len=2048))
+
+
+def test_it_is_an_error_at_submit_that_names_both_numbers() -> None:
+    driver = engine()
+    for i in range(5):
+        driver.submit(f"short{i}", span(i, 20), 5)
+        with pytest.raises(PromptTooLong, match="1002 tokens and the whole pool holds 784") as caught:
+            driver.submit(f"long{i}", [1] * 1002, 5)
+        assert isinstance(caught.value, InvalidRequest) and isinstance(caught.value, ValueError)
+    driver.run(max_steps=50)
+    driver.expect_all_exact()
+    assert [driver.requests[f"short{i}"].finish_reason for i in range(5)] == ["length"] * 5
+
+
+@pytest.mark.parametrize("prompt", [783, 784, 785])
+def test_the_border_leaves_room_for_one_token(prompt: int) -> None:
+    driver = engine()
+    if prompt < 784:
+        assert len(driver.solo("a", [1] * prompt, 5)) == 1
+        driver.expect_all_exact()
+    else:
+        with pytest.raises(PromptTooLong, match=f"{prompt} tokens .* 784"):
+            driver.submit("a", [1] * prompt, 5)
+
+
+def test_a_prompt_that_fits_with_more_tokens_than_fit_ends_with_length() -> None:
+    driver = engine()
+    out = driver.solo("a", [1] * 700, 200)
+    assert len(out) == 84
+    assert driver.requests["a"].finish_reason == "length"
+    driver.expect_all_exact()
