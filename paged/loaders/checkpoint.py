@@ -42,10 +42,6 @@ class TensorSource:
         """One tensor on the CPU as `dtype`; None keeps a stored float type (quantised ones become fp32)."""
         raise NotImplementedError
 
-    def fingerprint(self) -> str:
-        """32 hex digits that differ where any stored byte differs. Reads every tensor once."""
-        raise NotImplementedError
-
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 

@@ -16,7 +16,6 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import xxhash
 from gguf.quants import dequantize
 
 from paged.errors import LoadError, MissingTensor
@@ -69,7 +68,6 @@ class GGUFTensors(TensorSource):
     def __init__(self, path: Path, reader: gguf.GGUFReader, permuted_heads: Mapping[str, int], tied: bool) -> None:
         """`permuted_heads`: heads of each Hugging Face module ("q_proj", "k_proj") whose rows are interleaved."""
         self.source = str(path)
-        self._bytes = memoryview(reader.data)  # type: ignore[arg-type]
         self._permuted_heads = permuted_heads
         self._tensors = {hf_name(tensor.name): tensor for tensor in reader.tensors}
         self._hidden = {"rope_freqs.weight"} | ({"lm_head.weight"} if tied else set())
@@ -98,9 +96,6 @@ class GGUFTensors(TensorSource):
             values = values if values.flags.writeable else values.copy()
             out[start : start + step] = torch.from_numpy(values).view(out[start : start + step].shape)
         return out
-
-    def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self._bytes)
 
     def _tensor(self, name: str) -> gguf.ReaderTensor:
         try:

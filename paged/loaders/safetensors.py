@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from paged.errors import LoadError, MissingTensor
@@ -72,14 +71,6 @@ class SafetensorsFiles(TensorSource):
             return False
         head, embedding = (self.get(name, None) for name in (_HEAD, _EMBEDDING))
         return not torch.equal(head, embedding)
-
-    def fingerprint(self) -> str:
-        digest = xxhash.xxh3_128()
-        for file in self._files:
-            with (self._folder / file).open("rb") as stream:
-                while chunk := stream.read(1 << 24):
-                    digest.update(chunk)
-        return digest.hexdigest()
 
     def _find(self, name: str) -> tuple[str, str]:
         stored = self._stored_name.get(name, name)

@@ -65,7 +65,11 @@ class Tokenizer:
         return self.text_of(self.eos_ids[0]) if self.eos_ids else ""
 
     def encode(self, text: str, add_special: bool = True) -> Int32:
-        """Token ids `int32 [n]`; with `add_special`, exactly one BOS comes first where the model wants one."""
+        """Token ids `int32 [n]`; with `add_special`, exactly one BOS comes first where the model wants one.
+
+        A byte-level vocabulary may lack a few bytes (SmolLM2 has no token for 0x04): these stand for nothing, as in
+        the model's own tokenizer.
+        """
         if not isinstance(text, str):
             raise TypeError(f"text must be a str, got {type(text).__name__}")
         try:
@@ -101,7 +105,3 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """Id of a token in the vocabulary's own spelling, None if there is none."""
         return self.backend.token_to_id(token)
-
-    def is_special(self, token: int) -> bool:
-        """Whether the id is a control token, which stands for no text."""
-        return token in self._special

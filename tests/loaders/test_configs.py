@@ -131,7 +131,7 @@ def test_biases_are_where_the_family_has_them(family: str, changes: dict, biases
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt_neox"}, r"model_type must be one of llama, mistral, qwen2, qwen3, qwen3_5, found 'gpt_neox'"),
+        ({"model_type": "gpt_neox"}, "model_type must be one of llama, mistral, .*, found 'gpt_neox'"),
         ({"model_type": None, "architectures": ["FooForCausalLM"]}, "found None .*FooForCausalLM"),
         ({"hidden_act": "gelu"}, "only 'silu' is supported for hidden_act, found 'gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor, found 0.5"),
@@ -185,7 +185,7 @@ ROPE = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     family=st.sampled_from(list(PEERS)),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON | ROPE, max_size=4),

@@ -289,7 +289,7 @@ def test_no_flipped_byte_does_worse_than_a_load_error(tmp_path: Path) -> None:
     numbers = random.Random(0)
     header = content.index(b"output_norm.weight") + 64
     outcomes = set()
-    for position in [*range(24), *(numbers.randrange(header) for _ in range(700))]:
+    for position in [*range(24), *(numbers.randrange(header) for _ in range(400))]:
         damaged = bytearray(content)
         damaged[position] = numbers.choice([0, 255, damaged[position] ^ 1 << numbers.randrange(8)])
         path.write_bytes(damaged)
@@ -325,10 +325,3 @@ def test_the_header_means_what_the_package_reads_in_it(tmp_path: Path) -> None:
         if not name.startswith("GGUF."):
             assert _value(path, quick.fields[name]) == field.contents(), name
     assert [t.name for t in quick.tensors] == [t.name for t in plain.tensors]
-
-
-def test_the_fingerprint_changes_with_any_weight(tmp_path: Path) -> None:
-    first = read_gguf(written(tmp_path)).tensors.fingerprint()
-    assert first == read_gguf(written(tmp_path)).tensors.fingerprint()
-    assert first != read_gguf(written(tmp_path, seed=1)).tensors.fingerprint()
-    assert len(first) == 32
