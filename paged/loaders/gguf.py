@@ -88,13 +88,17 @@ class GGUFTensors(TensorSource):
             values = dequantize(tensor.data.reshape(1, -1), tensor.tensor_type).reshape(-1)
             return torch.tensor(values if order is None else values[order]).to(dtype)
         out = torch.empty(shape, dtype=dtype)
+        # NumPy knows no bf16; where it will do, its copies wake no pool of threads for each chunk.
+        copied = None if dtype == torch.bfloat16 else out.numpy()
         step = max(1, _CHUNK_VALUES // max(1, math.prod(shape[1:])))
         for start in range(0, len(out), step):
             chosen = slice(start, start + step) if order is None else order[start : start + step]
             # As one long row: dequantize walks 16 rows at a time, and each step costs a dozen small array operations.
-            values = dequantize(tensor.data[chosen].reshape(1, -1), tensor.tensor_type)
-            values = values if values.flags.writeable else values.copy()
-            out[start : start + step] = torch.from_numpy(values).view(out[start : start + step].shape)
+            values = dequantize(tensor.data[chosen].reshape(1, -1), tensor.tensor_type).reshape(-1, *shape[1:])
+            if copied is not None:
+                copied[start : start + step] = values
+            else:
+                out[start : start + step] = torch.from_numpy(values if values.flags.writeable else values.copy())
         return out
 
     def _tensor(self, name: str) -> gguf.ReaderTensor:
