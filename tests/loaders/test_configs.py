@@ -272,3 +272,41 @@ def test_the_vocabulary_size_comes_from_the_embedding_then_from_the_metadata() -
     assert ModelConfig.from_gguf({**metadata, "tokenizer.ggml.tokens": ["a", "b"]}).vocab_size == 2
     with pytest.raises(LoadError, match="vocab_size"):
         ModelConfig.from_gguf(metadata)
+
+
+GOOD = {"family": "llama", "vocab_size": 8, "hidden_size": 4, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1,
+        "head_dim": 2, "intermediate_size": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "gpt2"}, "model family must be one of llama, .*, got 'gpt2'"),
+        *[({name: bad}, f"{name} must be a positive int, got {bad}") for name in GOOD if name != "family"
+          for bad in (0, -1, True, 1.5)],
+        ({"max_seq_len": 0}, "max_seq_len must be a positive int, got 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "num_heads must be a multiple of num_kv_heads, got 3:2"),
+        ({"sliding_window": -1}, "sliding_window must be an int >= 0, got -1"),
+        ({"layer_types": ("full_attention",)}, "layer_types must be 2 of"),
+        ({"layer_types": ("full_attention", "none")}, r"with \['none'\]"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "sliding_attention layer but sliding_window is 0"),
+        ({"rope_scaling": RopeScaling("mystery")}, "got 'mystery'"),
+        ({"rope_scaling": RopeScaling("linear", -1.0)}, "factor of rope scaling linear must be positive, got -1.0"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "yarn needs the original maximum length, got 0"),
+    ],
+)  # fmt: skip
+def test_a_config_that_no_model_has_cannot_be_made(changes: dict, message: str) -> None:
+    ModelConfig(**GOOD)
+    with pytest.raises(LoadError, match=message):
+        ModelConfig(**{**GOOD, **changes})
+
+
+def test_the_windows_of_the_layers_follow_from_their_types() -> None:
+    assert ModelConfig(**GOOD).layer_windows == (0, 0)
+    assert ModelConfig(**GOOD, sliding_window=5).layer_windows == (5, 5)
+    mixed = ModelConfig(**GOOD, sliding_window=5, layer_types=("full_attention", "sliding_attention"))
+    assert mixed.layer_windows == (0, 5)
+    assert mixed == ModelConfig(**GOOD, sliding_window=5, layer_types=("full_attention", "sliding_attention"))
+    assert hash(mixed) != hash(ModelConfig(**GOOD))

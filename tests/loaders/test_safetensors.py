@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,30 @@ def test_the_template_comes_from_its_own_file_first(tmp_path: Path, template: An
     chat = read_safetensors(tmp_path).chat
     assert chat is not None
     assert chat.render([]) == "file"
+
+
+def test_no_flipped_byte_of_any_file_does_worse_than_a_load_error(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 12, "head_dim": 2, "intermediate_size": 4, "num_hidden_layers": 1, "vocab_size": 390}
+    settings = {"bos_token": "<|im_start|>", "chat_template": "{{ messages }}"}
+    write_folder(tmp_path, hf_config(**sizes), weights_of(**sizes), tokenizer_config=settings)
+    (tmp_path / "tokenizer.json").write_text(train_bpe().to_str())
+    numbers = random.Random(0)
+    outcomes = set()
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        for _ in range(60):
+            damaged = bytearray(content)
+            damaged[numbers.randrange(min(len(content), 3000))] = numbers.randrange(256)
+            path.write_bytes(damaged)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    checkpoint = read_safetensors(tmp_path)
+                except LoadError as error:
+                    assert str(tmp_path) in str(error)
+                    outcomes.add((path.name, "refused"))
+                else:
+                    assert checkpoint.tensors.get(EMBEDDING).shape == (390, 12)
+                    outcomes.add((path.name, "read"))
+        path.write_bytes(content)
+    assert {name for name, outcome in outcomes if outcome == "refused"} == {path.name for path in tmp_path.iterdir()}
