@@ -2,8 +2,9 @@
 
     python bench/micro/forward.py [--model smollm2] [--threads 2] [--context 256] [--json]
 
-Products and attention are timed by themselves with the shapes of that forward, interleaved with whole forwards; the
-rest is the difference. Each figure is the minimum of its repetitions.
+Every product and every append or attend of a forward is timed where it happens, and so is each stretch between them.
+A figure is the sum of the smallest times that each stretch took over all repetitions: a busy machine disturbs single
+stretches, and seldom the same one every time. More threads than idle cores spoil it all the same.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from paged.kv.storage import PageStorage
+from paged.models import llama
 from paged.models.base import ForwardBatch
+from paged.models.linear import PackedLinear
 from paged.models.llama import LlamaModel
 from paged.models.registry import load_model
 from paged.ops.dispatch import get_backend
@@ -39,41 +43,56 @@ def make_batch(model: LlamaModel, seqs: int, rows: int, context: int) -> tuple[F
     return ForwardBatch(tokens, ends, lens, tables.reshape(groups, seqs, columns), ends[1:] - 1), storage
 
 
-def parts(model: LlamaModel, batch: ForwardBatch, storage: PageStorage) -> dict[str, Callable[[], object]]:
-    """The whole forward, and its products and its attention alone."""
-    config, rows = model.config, len(batch.tokens)
-    x = {n: torch.randn(rows, n) for n in (config.hidden_size, config.num_heads * config.head_dim)}
-    x[config.intermediate_size] = torch.randn(rows, config.intermediate_size)
-    last = torch.randn(len(batch.logit_rows), config.hidden_size)
-    q = torch.randn(rows, config.num_heads, config.head_dim)
-    k = torch.randn(rows, config.num_kv_heads, config.head_dim)
-    backend = get_backend(model.device)
+class Stretches:
+    """Times of the products and of the attention of one forward, in order, taken by standing in their way."""
 
-    def products() -> None:
-        for layer in model._layers:
-            for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                product(x[product.in_features])
-        model._head(last)
+    def __init__(self) -> None:
+        self.times: list[tuple[str, int, int]] = []  # kind, start and end in ns
 
-    def attention() -> None:
-        plans = batch.plans(PAGE)
-        for place in model._places:
-            backend.append(storage, place.index, k, k, plans[place.group])
-            backend.attend(q, storage, place.index, plans[place.group], scale=0.125, window=place.window)
+    def timed(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter_ns()
+            result = function(*args, **kwargs)
+            self.times.append((kind, start, time.perf_counter_ns()))
+            return result
 
-    return {"forward": lambda: model.forward(batch, storage), "products": products, "attention": attention}
+        return call
+
+    def of(self, forward: Callable[[], object]) -> list[tuple[str, int]]:
+        """Kind and nanoseconds of every stretch of one forward."""
+        self.times.clear()
+        last, found = time.perf_counter_ns(), []
+        forward()
+        end = time.perf_counter_ns()
+        for kind, start, stop in self.times:
+            found += [("rest", start - last), (kind, stop - start)]
+            last = stop
+        return [*found, ("rest", end - last)]
 
 
-def measure(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Smallest milliseconds of each, taken in turns so that a busy machine disturbs all alike."""
-    best = dict.fromkeys(functions, float("inf"))
-    with torch.inference_mode():
-        for _ in range(repeats):
-            for name, function in functions.items():
-                start = time.perf_counter()
-                function()
-                best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
-    return best
+class TimedBackend:
+    """The backend of a model with its two operations timed."""
+
+    def __init__(self, backend: Any, stretches: Stretches) -> None:
+        self.append = stretches.timed("attention", backend.append)
+        self.attend = stretches.timed("attention", backend.attend)
+
+
+def measure(model: LlamaModel, batch: ForwardBatch, storage: PageStorage, repeats: int) -> dict[str, float]:
+    """Milliseconds of a forward by part, and their sum."""
+    stretches = Stretches()
+    backend, product = get_backend(model.device), PackedLinear.__call__
+    timed = TimedBackend(backend, stretches)
+    llama.get_backend = lambda device: timed  # pyright: ignore[reportAttributeAccessIssue]
+    PackedLinear.__call__ = stretches.timed("products", product)
+    try:
+        runs = [stretches.of(lambda: model.forward(batch, storage)) for _ in range(repeats)]
+    finally:
+        llama.get_backend, PackedLinear.__call__ = get_backend, product
+    best = dict.fromkeys(("products", "attention", "rest"), 0.0)
+    for same in zip(*runs, strict=True):
+        best[same[0][0]] += min(ns for _, ns in same) / 1e6
+    return {"forward": sum(best.values()), **best}
 
 
 def main() -> None:
@@ -93,8 +112,7 @@ def main() -> None:
     results = {}
     print(f"{'':12} {'forward':>9} {'products':>9} {'attention':>9} {'rest':>9}  ms, {args.threads} threads")
     for name, (seqs, rows, context, repeats) in cases.items():
-        best = measure(parts(model, *make_batch(model, seqs, rows, context)), repeats)
-        best["rest"] = best["forward"] - best["products"] - best["attention"]
+        best = measure(model, *make_batch(model, seqs, rows, context), repeats)
         print(f"{name:12} " + " ".join(f"{best[part]:9.2f}" for part in ("forward", "products", "attention", "rest")))
         results[name] = {part: round(value, 3) for part, value in best.items()}
     if args.json:

@@ -43,7 +43,7 @@ class RMSNorm:
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """SwiGLU's product: `silu(gate) * up` for rows `gate_up [M, 2 N]` = (gate, up), into contiguous `out [M, N]`."""
     width = out.shape[1]
-    gate, up = gate_up[:, :width], gate_up[:, width:]
+    gate, up = gate_up.chunk(2, 1)
     if gate_up.device.type != "cpu" or out.numel() <= _SERIAL:
         # One thread walks row by row, so each row has its full vectors and its tail at the same columns.
         return torch.mul(F.silu(gate), up, out=out)

@@ -164,7 +164,11 @@ class WithoutForward(LanguageModel):
     spec, vocab_size, max_seq_len, fingerprint = KVSpec(1, 1, 8), 10, 10, "x"
 
 
-@pytest.mark.parametrize("own", [WithoutForward(), 5, None, SimpleNamespace(), ["tiny:llama"]], ids=repr)
+@pytest.mark.parametrize(
+    "own",
+    [WithoutForward(), 5, None, SimpleNamespace(), ["tiny:llama"]],
+    ids=["no forward", "int", "None", "bare", "list"],
+)
 def test_an_object_that_is_no_model_is_a_type_error(own):
     with pytest.raises(TypeError, match="a model needs the"):
         load_model(own)
