@@ -4,6 +4,10 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <stdexcept>
 #include <string>
 
@@ -20,6 +24,18 @@ using Int64s = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 bool cascade = true;
+
+// Large pages of the operating system for the memory of the KV pages: a step reads all of it once, in no order that a
+// TLB could follow. Advice only; memory that was never written still costs nothing.
+void advise_huge_pages(const Pages& p) {
+#if defined(__linux__)
+  const uintptr_t huge = uintptr_t(1) << 21, start = reinterpret_cast<uintptr_t>(p.base);
+  const uintptr_t first = (start + huge - 1) & ~(huge - 1), end = (start + p.page_bytes() * p.num_pages) & ~(huge - 1);
+  if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+  (void)p;
+#endif
+}
 
 // A plan and the arrays that it reads.
 struct BoundPlan {
@@ -100,16 +116,19 @@ void copy_pages(const Pages& pages, Int32s src, Int32s dst) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU code of paged.";
+  nb::set_leak_warnings(false);  // backends live until the interpreter ends
 
   nb::class_<Pages>(m, "Pages", "Address and geometry of the pages of one storage, which must outlive it.")
       .def("__init__", [](Pages* self, uintptr_t address, int64_t num_pages, int layers, int kv_heads, int page_size,
                           int head_dim, int dtype) {
         new (self) Pages{reinterpret_cast<char*>(address), num_pages, layers, kv_heads, page_size, head_dim, dtype};
+        advise_huge_pages(*self);
       });
 
   nb::class_<BoundPlan>(m, "Plan", "One step: its arrays, and how it is cut into work items.")
-      .def(nb::init<int, Int32s, Int32s, Table, Int64s>(), nb::arg("page_size"), nb::arg("q_indptr"),
-           nb::arg("kv_lens"), nb::arg("page_table"), nb::arg("slots"))
+      .def(nb::init<int, Int32s, Int32s, Table, Int64s>(), nb::arg("page_size"),
+           nb::arg("q_indptr").noconvert(), nb::arg("kv_lens").noconvert(), nb::arg("page_table").noconvert(),
+           nb::arg("slots").noconvert())
       .def("describe", [](BoundPlan& p, int q_heads, int kv_heads, int window) {
         const Partition& part = p.plan.partition({q_heads, kv_heads, window, num_threads(), 128, cascade});
         nb::dict d;
@@ -126,7 +145,7 @@ NB_MODULE(_native, m) {
       .def("append", &Kernels::append)
       .def("read", &Kernels::read, "Read bytes with plain vector loads on all threads: the bound of any kernel.");
 
-  m.def("copy_pages", &copy_pages);
+  m.def("copy_pages", &copy_pages, nb::arg("pages"), nb::arg("src").noconvert(), nb::arg("dst").noconvert());
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads);
   m.def("cascade", [] { return cascade; });

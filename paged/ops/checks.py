@@ -27,6 +27,7 @@ def check_attend(
         raise TypeError(f"q must be a floating-point tensor, got {q.dtype}")
     if window < 0 or not softcap >= 0:
         raise ValueError(f"window and softcap must be 0 (off) or positive, got window {window}, softcap {softcap}")
+    check_page_size(storage, plan)
     check_layer(storage, layer)
 
 
@@ -47,9 +48,14 @@ def check_append(storage: PageStorage, layer: int, k: torch.Tensor, v: torch.Ten
             raise UnsupportedShape(f"{name} must be [rows, kv_heads, head_dim] = {list(want)}, got {list(x.shape)}")
         if x.dtype != torch.float32 and x.dtype != storage.codec.dtype:
             raise TypeError(f"{name} must be fp32 or the stored {storage.codec.dtype}, got {x.dtype}")
+    check_page_size(storage, plan)
+    check_layer(storage, layer)
+
+
+def check_page_size(storage: PageStorage, plan: AttendPlan) -> None:
+    """Slots and page tables mean nothing at another page size."""
     if plan.page_size != storage.page_size:
         raise UnsupportedShape(f"the plan has page_size {plan.page_size}, the storage {storage.page_size}")
-    check_layer(storage, layer)
 
 
 def check_layer(storage: PageStorage, layer: int) -> None:

@@ -137,8 +137,6 @@ class CpuBackend:
         handle = plan.handle
         if type(handle) is _native.Plan:
             return handle
-        if plan.page_size != storage.page_size:
-            raise UnsupportedShape(f"the plan has page_size {plan.page_size}, the storage {storage.page_size}")
         try:
             handle = _native.Plan(plan.page_size, plan.q_indptr, plan.kv_lens, plan.page_table, plan.slots)
         except (TypeError, ValueError):

@@ -92,7 +92,10 @@ class ReferenceBackend:
         window: int,
         softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `q [n, q_heads, head_dim]` at `position..` against keys at `start..`; (output, lse `[n, q_heads]`)."""
+        """Rows `q [n, q_heads, head_dim]` at `position..` against keys at `start..`; (output, lse `[n, q_heads]`).
+
+        A row that sees a value which is not finite becomes NaN there, and no other row does.
+        """
         n, heads, dim = q.shape
         kv_heads, keys = k.shape[:2]
         grouped = q.to(torch.float64).reshape(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
@@ -107,7 +110,11 @@ class ReferenceBackend:
         scores = scores.masked_fill(~seen, float("-inf"))
         sums = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - sums.unsqueeze(-1)).masked_fill(~seen, 0.0)
-        out = weights @ v.unsqueeze(1)
+        lost = ~v.isfinite()
+        out = weights @ v.masked_fill(lost, 0.0).unsqueeze(1)
+        if lost.any():
+            bad = (seen.to(torch.float64) @ lost.to(torch.float64)) > 0
+            out = out.masked_fill(bad.unsqueeze(1), float("nan"))
         return out.permute(2, 0, 1, 3).reshape(n, heads, dim), sums.permute(2, 0, 1).reshape(n, heads)
 
     def copy_pages(self, storage: PageStorage, src: Int32, dst: Int32) -> None:
