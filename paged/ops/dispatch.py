@@ -79,7 +79,7 @@ def get_backend(device: str | torch.device = "cpu", name: str | None = None) -> 
     wanted = "cuda" if torch.device(device).type == "cuda" else "cpu"
     try:
         return _load(wanted)
-    except (NativeMissing, ModuleNotFoundError):
+    except NativeMissing:
         return _load("reference")
 
 
