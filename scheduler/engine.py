@@ -313,9 +313,11 @@ class Engine:
                     self.sampler.assign(request.slot, request.params, request.seed, request.end_ids)
                 logits = self.model.forward(plan.batch, self._storage())
                 sampled, bad = self._draw(logits, plan)
-            except Exception as error:
+            except BaseException as error:
                 for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
                     self._close(self._live[request.id], Event(request.id))
+                if not isinstance(error, Exception):  # an interrupt is for the caller; the engine can be used again
+                    raise
                 return True
             self._deliver(self.scheduler.commit(plan, sampled.tokens), sampled, bad)
             return True
