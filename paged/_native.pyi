@@ -35,6 +35,27 @@ class Plan:
     def describe(self, q_heads: int, kv_heads: int, window: int, /) -> dict[str, int]:
         """Number of work `items`, of `merges`, and of `shared_seqs` that read shared pages together."""
 
+class DeltaLayer:
+    """Sizes of one gated delta layer and the addresses of its fp32 weights, which must outlive it.
+
+    ValueError unless head sizes are multiples of 8 and the convolution has at most 16 taps.
+    """
+
+    def __init__(
+        self,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        conv: int,
+        decay: int,
+        dt_bias: int,
+        norm: int,
+        eps: float,
+        /,
+    ) -> None: ...
+
 class Kernels:
     """The kernels of one instruction set ("baseline", "avx2", "avx512"); "" is the widest of this processor."""
 
@@ -69,6 +90,25 @@ class Kernels:
         dtype: int,
         /,
     ) -> None: ...
+    def delta(
+        self,
+        layer: DeltaLayer,
+        q_indptr: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        rows: int,
+        row_stride: int,
+        history: int,
+        history_stride: int,
+        state: int,
+        state_stride: int,
+        mixed: int,
+        out: int,
+        /,
+    ) -> None:
+        """One step of a gated delta layer; see DeltaArgs in csrc/include/paged/delta.h for the layouts."""
+    def read_each(self, addresses: npt.NDArray[np.int64], num_bytes: int, /) -> float:
+        """The same for pieces of memory: `num_bytes` at each of the addresses."""
+
     def read(self, address: int, num_bytes: int, /) -> float:
         """Read memory with plain vector loads on all threads: the bound that a kernel's bandwidth is compared with."""
 

@@ -97,6 +97,11 @@ struct Kernels {
     run_append(*table, a, p.plan.batch().num_rows, num_threads());
   }
 
+  float read_each(Int64s addresses, size_t bytes) const {
+    nb::gil_scoped_release unlocked;
+    return run_read_each(*table, addresses.data(), int32_t(addresses.shape(0)), bytes, num_threads());
+  }
+
   float read(uintptr_t address, size_t bytes) const {
     nb::gil_scoped_release unlocked;
     return run_read(*table, reinterpret_cast<const void*>(address), bytes, num_threads());
@@ -143,6 +148,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", [](const Kernels& k) { return std::string(k.table->isa); })
       .def("attend", &Kernels::attend)
       .def("append", &Kernels::append)
+      .def("read_each", &Kernels::read_each, "The same for pieces of `bytes` bytes at each of the addresses.")
       .def("read", &Kernels::read, "Read bytes with plain vector loads on all threads: the bound of any kernel.");
 
   m.def("copy_pages", &copy_pages, nb::arg("pages"), nb::arg("src").noconvert(), nb::arg("dst").noconvert());

@@ -71,6 +71,26 @@ void run_copy(const Pages& pages, const int32_t* src, const int32_t* dst, int32_
   }, &call);
 }
 
+float run_read_each(const CpuKernels& kernels, const int64_t* addresses, int32_t count, size_t bytes, int threads) {
+  struct Call {
+    const CpuKernels& kernels;
+    const int64_t* addresses;
+    size_t bytes;
+    int32_t count, part;
+    float sink[256];
+  };
+  const int32_t part = 16;
+  Call call{kernels, addresses, bytes, count, part, {}};
+  parallel_for((count + part - 1) / part, threads, [](void* context, int32_t i) {
+    Call& c = *static_cast<Call*>(context);
+    float sum = 0.0f;
+    for (int32_t k = i * c.part; k < std::min(c.count, (i + 1) * c.part); ++k)
+      sum += c.kernels.read(reinterpret_cast<const void*>(c.addresses[k]), c.bytes);
+    c.sink[i & 255] = sum;
+  }, &call);
+  return std::accumulate(call.sink, call.sink + 256, 0.0f);
+}
+
 float run_read(const CpuKernels& kernels, const void* base, size_t bytes, int threads) {
   struct Call {
     const CpuKernels& kernels;

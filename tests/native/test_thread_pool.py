@@ -110,7 +110,7 @@ def test_a_plan_keeps_its_arrays_alive_and_unchanged():
     assert all(np.array_equal(a, b) for a, b in zip(arrays, copies, strict=True))
     handle = first.plan.handle
     out = torch.empty_like(want)
-    pages = native("baseline")._pages(first.storage)  # pyright: ignore
+    pages = native("baseline").pages(first.storage)  # pyright: ignore
     del arrays
     first.plan.page_table = first.plan.kv_lens = first.plan.q_indptr = first.plan.slots = np.zeros(0, np.int32)  # pyright: ignore
     gc.collect()

@@ -56,6 +56,7 @@ class Plan {
 void run_attend(const CpuKernels& kernels, const Partition& partition, AttendArgs args, int threads);
 void run_append(const CpuKernels& kernels, const AppendArgs& args, int32_t num_rows, int threads);
 void run_copy(const Pages& pages, const int32_t* src, const int32_t* dst, int32_t count, int threads);
+float run_read_each(const CpuKernels& kernels, const int64_t* addresses, int32_t count, size_t bytes, int threads);
 float run_read(const CpuKernels& kernels, const void* base, size_t bytes, int threads);
 
 }  // namespace paged
