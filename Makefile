@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: demo test quick lint bench build clean
+.PHONY: demo test quick lint bench sanitize build clean
 
 demo: $(READY)
 	$(BIN)/paged demo
@@ -21,6 +21,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/offline.py --json
+
+# AddressSanitizer and UBSan over the CPU kernels; those of the simulated CUDA kernels are in tests/cuda.
+sanitize: $(READY)
+	cmake -S csrc -B build/sanitize -DPAGED_SANITIZE=ON && cmake --build build/sanitize && build/sanitize/kernels
 
 build: $(READY)
 

@@ -18,7 +18,7 @@ _MODULES = {"reference": "paged.ops.reference", "cpu": "paged.ops.cpu", "cuda": 
 
 
 class Backend(Protocol):
-    """The operations on pages that a backend offers. Tensors are contiguous and lie on the storage's device."""
+    """The operations on pages that a backend offers. Tensors lie on the storage's device; rows may be strided."""
 
     name: str
 
