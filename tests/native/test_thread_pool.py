@@ -55,8 +55,9 @@ def test_a_forked_child_starts_its_own_threads():
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # a child that waits for its parent's threads ends here
+        before = len(os.listdir("/proc/self/task"))
         same = all(torch.equal(attend(step), want) for _ in range(3))
-        os._exit(0 if same else 1)
+        os._exit(0 if same and len(os.listdir("/proc/self/task")) == before + 2 else 1)
     _, status = os.waitpid(child, 0)
     assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
     assert torch.equal(attend(step), want)
