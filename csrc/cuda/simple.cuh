@@ -8,6 +8,7 @@
 namespace paged::cuda {
 
 constexpr int kSimpleThreads = 128;
+constexpr int kSimpleBlocks = 3;  // a processor must hold as many: what registers allow, unspilled
 constexpr int kSimpleKeys = 4;  // keys that a lane has under way at once
 
 template <int kDim, int kGroup>
@@ -25,7 +26,7 @@ __device__ __forceinline__ void unpack8(float (&f)[8], uint4 r) {
 }
 
 template <class T, int kDim, int kGroup>
-__global__ void __launch_bounds__(kSimpleThreads) simple_kernel(const AttendParams p) {
+__global__ void __launch_bounds__(kSimpleThreads, kSimpleBlocks) simple_kernel(const AttendParams p) {
   using Shape = SimpleShape<kDim, kGroup>;
   constexpr int kLanes = Shape::kLanes, kTeams = Shape::kTeams, kStep = kSimpleKeys * kTeams;
   constexpr int kEach = (kGroup * kDim + kSimpleThreads - 1) / kSimpleThreads;

@@ -15,6 +15,7 @@ struct TensorShape {
   static constexpr int kChunks = kDim / 8;
   static constexpr bool kQueryStays = kDim > 128;     // too many registers: fragments are read again for each tile
   static constexpr int kHalf = kTile * kStride;       // values of a K or V tile
+  static constexpr int kBlocks = kDim < 80 ? 3 : 2;   // a processor must hold as many: what registers allow, unspilled
   static constexpr int kBases = 2 * kTile * 8;        // bytes
   static constexpr int kRing = 3 * kHalf * 2;
 
@@ -26,13 +27,20 @@ struct TensorShape {
   }
 };
 
-// V values that are not finite, seen beside a mask. 0 * NaN is NaN, so they are taken out of the product (returned
-// value) and `hit` becomes one where they were; rows that see their key get NaN in a product of its own.
+// Beside a mask, V values that are not finite need care: 0 * NaN is NaN. They are taken out of the product (returned
+// value) and `hit` becomes one where they were; rows that see their key get NaN by a product of its own.
 template <class T>
 __device__ __forceinline__ uint32_t finite(uint32_t r, uint32_t& hit) {
   const bool low = (r & 0x7FFF) >= T::kInf, high = (r >> 16 & 0x7FFF) >= T::kInf;
   hit = (low ? T::kOne : 0) | (high ? T::kOne << 16 : 0);
   return r & ((low ? 0 : 0xFFFFu) | (high ? 0 : 0xFFFF0000u));
+}
+
+// Not zero if one of the two values is not finite, so that all bits of its exponent are set.
+template <class T>
+__device__ __forceinline__ uint32_t not_finite(uint32_t r) {
+  constexpr uint32_t kBoth = T::kInf | T::kInf << 16;
+  return ((r & kBoth ^ kBoth) - 0x00010001u) & 0x80008000u;
 }
 
 template <class T>
@@ -43,8 +51,14 @@ __device__ __forceinline__ void poison(float (&acc)[4], const uint32_t (&seen)[4
     if (count[c] != 0.0f) acc[c] = NAN;
 }
 
+// A bool that the compiler knows.
+template <bool kValue>
+struct Known {
+  __device__ constexpr operator bool() const { return kValue; }
+};
+
 template <class T, int kDim, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32) tensor_kernel(const AttendParams p) {
+__global__ void __launch_bounds__(kWarps * 32, TensorShape<kDim>::kBlocks) tensor_kernel(const AttendParams p) {
   using Shape = TensorShape<kDim>;
   constexpr int kTile = Shape::kTile, kStride = Shape::kStride, kChunks = Shape::kChunks, kThreads = kWarps * 32;
   constexpr int kLooks = (kTile + kThreads - 1) / kThreads;
@@ -79,7 +93,7 @@ __global__ void __launch_bounds__(kWarps * 32) tensor_kernel(const AttendParams 
   auto load = [&](const uint16_t* plane, int tile, int slot) {
     const int64_t* base = bases + tile % 2 * kTile;
     uint16_t* to = ring + slot * Shape::kHalf;
-#pragma unroll
+#pragma unroll 4
     for (int c = tid; c < kTile * kChunks; c += kThreads) {
       const int row = c / kChunks, chunk = c % kChunks;
       const int64_t offset = base[row];
@@ -212,34 +226,54 @@ __global__ void __launch_bounds__(kWarps * 32) tensor_kernel(const AttendParams 
     if (tile < last) load(v_plane, tile + 1, slot);
     cp_async_commit();
     if (active) {
-      const uint16_t* v_row = ring + (slot + 1) % 3 * Shape::kHalf + lane % 16 * kStride + lane / 16 * 8;
+      const uint16_t* v_tile = ring + (slot + 1) % 3 * Shape::kHalf;
+      const uint16_t* v_row = v_tile + lane % 16 * kStride + lane / 16 * 8;
+      auto multiply = [&](auto careful) {
 #pragma unroll
-      for (int n = 0; n < kTile / 16; ++n) {
-        const uint32_t a[4] = {T::pack(s[2 * n][0], s[2 * n][1]), T::pack(s[2 * n][2], s[2 * n][3]),
-                               T::pack(s[2 * n + 1][0], s[2 * n + 1][1]), T::pack(s[2 * n + 1][2], s[2 * n + 1][3])};
+        for (int n = 0; n < kTile / 16; ++n) {
+          const uint32_t a[4] = {T::pack(s[2 * n][0], s[2 * n][1]), T::pack(s[2 * n][2], s[2 * n][3]),
+                                 T::pack(s[2 * n + 1][0], s[2 * n + 1][1]), T::pack(s[2 * n + 1][2], s[2 * n + 1][3])};
+          uint32_t seen[4] = {};
+          if (careful) {
 #pragma unroll
-        for (int d = 0; d < kDim / 16; ++d) {
-          uint32_t b[4];
-          ldmatrix_trans(b, v_row + n * 16 * kStride + d * 16);
-          if (masked) {
-            uint32_t hit[4];
+            for (int i = 0; i < 4; ++i) {
+              const int key = begin + n * 16 + lane % 4 * 2 + i / 2 * 8, r = i % 2;
+              seen[i] = (key <= position[r] && key >= low[r] ? T::kOne : 0) |
+                        (key + 1 <= position[r] && key + 1 >= low[r] ? T::kOne << 16 : 0);
+            }
+          }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) b[i] = finite<T>(b[i], hit[i]);
-            if (__any_sync(kAllLanes, (hit[0] | hit[1] | hit[2] | hit[3]) != 0)) {
-              uint32_t seen[4];
-              for (int i = 0; i < 4; ++i) {
-                const int key = begin + n * 16 + lane % 4 * 2 + i / 2 * 8, r = i % 2;
-                seen[i] = (key <= position[r] && key >= low[r] ? T::kOne : 0) |
-                          (key + 1 <= position[r] && key + 1 >= low[r] ? T::kOne << 16 : 0);
-              }
+          for (int d = 0; d < kDim / 16; ++d) {
+            uint32_t b[4];
+            if (careful) __syncwarp();  // keeps one step from the next: together they would take too many registers
+            ldmatrix_trans(b, v_row + n * 16 * kStride + d * 16);
+            if (careful) {
+              uint32_t hit[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) b[i] = finite<T>(b[i], hit[i]);
               poison<T>(acc[2 * d], seen, hit[0], hit[1]);
               poison<T>(acc[2 * d + 1], seen, hit[2], hit[3]);
             }
+            T::mma(acc[2 * d], a, b[0], b[1]);
+            T::mma(acc[2 * d + 1], a, b[2], b[3]);
           }
-          T::mma(acc[2 * d], a, b[0], b[1]);
-          T::mma(acc[2 * d + 1], a, b[2], b[3]);
+        }
+      };
+      uint32_t bad = 0;
+      if (masked) {
+#pragma unroll 4
+        for (int c = lane; c < kTile * kChunks; c += 32) {
+          const uint4 v = *reinterpret_cast<const uint4*>(v_tile + c / kChunks * kStride + c % kChunks * 8);
+          bad |= not_finite<T>(v.x) | not_finite<T>(v.y) | not_finite<T>(v.z) | not_finite<T>(v.w);
         }
       }
+      const bool careful = masked && __any_sync(kAllLanes, bad != 0);
+      if (Shape::kQueryStays)
+        multiply(careful);  // two copies of the loop would not fit into the registers
+      else if (careful)
+        multiply(Known<true>{});
+      else
+        multiply(Known<false>{});
     }
     slot = (slot + 2) % 3;
 
