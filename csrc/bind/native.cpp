@@ -97,6 +97,20 @@ struct Kernels {
     run_append(*table, a, p.plan.batch().num_rows, num_threads());
   }
 
+  // Addresses are those of tensors laid out as DeltaArgs says; slots were checked by StatePool.
+  void delta(const DeltaLayer& layer, Int32s q_indptr, Int32s slots, uintptr_t rows, int64_t row_stride,
+             uintptr_t history, int64_t history_stride, uintptr_t state, int64_t state_stride, uintptr_t mixed,
+             uintptr_t out) const {
+    if (q_indptr.shape(0) != slots.shape(0) + 1)
+      throw std::invalid_argument("q_indptr and slots must have S + 1 and S rows");
+    const DeltaArgs a{&layer, int32_t(slots.shape(0)), q_indptr.data(), slots.data(),
+                      reinterpret_cast<const float*>(rows), row_stride, reinterpret_cast<float*>(history),
+                      reinterpret_cast<float*>(state), history_stride, state_stride, reinterpret_cast<float*>(mixed),
+                      reinterpret_cast<float*>(out)};
+    nb::gil_scoped_release unlocked;
+    run_delta(*table, a, num_threads());
+  }
+
   float read_each(Int64s addresses, size_t bytes) const {
     nb::gil_scoped_release unlocked;
     return run_read_each(*table, addresses.data(), int32_t(addresses.shape(0)), bytes, num_threads());
@@ -143,11 +157,23 @@ NB_MODULE(_native, m) {
         return d;
       }, "Number of work items and of merges, and of sequences that read shared pages together.");
 
+  nb::class_<DeltaLayer>(m, "DeltaLayer", "Sizes of a gated delta layer and addresses of its weights.")
+      .def("__init__", [](DeltaLayer* self, int key_heads, int value_heads, int key_dim, int value_dim, int kernel,
+                          uintptr_t conv, uintptr_t decay, uintptr_t dt_bias, uintptr_t norm, float eps) {
+        if (key_dim % kDeltaLanes || value_dim % kDeltaLanes || kernel > kMaxTaps)
+          throw std::invalid_argument(
+              "delta head sizes must be multiples of 8, and the convolution have at most 16 taps");
+        auto at = [](uintptr_t address) { return reinterpret_cast<const float*>(address); };
+        new (self) DeltaLayer{key_heads, value_heads, key_dim, value_dim, kernel, at(conv), at(decay), at(dt_bias),
+                              at(norm), eps};
+      });
+
   nb::class_<Kernels>(m, "Kernels", "The kernels of one instruction set; '' is the widest of this processor.")
       .def(nb::init<const std::string&>(), nb::arg("isa") = "")
       .def_prop_ro("isa", [](const Kernels& k) { return std::string(k.table->isa); })
       .def("attend", &Kernels::attend)
       .def("append", &Kernels::append)
+      .def("delta", &Kernels::delta)
       .def("read_each", &Kernels::read_each, "The same for pieces of `bytes` bytes at each of the addresses.")
       .def("read", &Kernels::read, "Read bytes with plain vector loads on all threads: the bound of any kernel.");
 

@@ -12,8 +12,10 @@ namespace isa_avx2 {
 #include "attend_math.inc"
 
 #include "attend.inc"
+#include "delta.inc"
 
-static const CpuKernels table = {"avx2", 128, scratch_bytes, attend, merge, append, read};
+static const CpuKernels table = {"avx2", 128, scratch_bytes, attend, merge, append, read,
+                                 delta_conv, delta_head, delta_scratch_bytes};
 
 }  // namespace isa_avx2
 

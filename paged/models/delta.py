@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,12 +21,17 @@ import torch.nn.functional as F
 
 from paged.kv.state import StatePool
 from paged.models.config import DeltaConfig
+from paged.ops.dispatch import get_backend
 from paged.ops.plan import Int32
 from paged.spec import StatePlane, StateSpec
+
+if TYPE_CHECKING:
+    from paged._native import DeltaLayer, Kernels
 
 CONV, DELTA = "conv", "delta"  # names of the planes
 
 _NORM_EPS = 1e-6  # of the length of q and k
+_LANES, _TAPS = 8, 16  # the native code takes head sizes that are multiples of _LANES, and at most _TAPS taps
 _VECTOR = 32  # elements of one pass of torch's vectorised loops, at most
 _SERIAL = 32768  # elements up to which torch computes in one thread
 
@@ -51,53 +57,115 @@ class DeltaStep:
     order: _Order | None = field(default=None)  # what the torch version prepares once a step
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """Weights of one delta layer besides its projections, fp32.
+class GatedDelta:
+    """Everything of one delta layer between its input projections and its output projection: convolution, delta rule,
+    norm and gate. Native code on the CPU in fp32, plain torch elsewhere."""
 
-    conv     [kernel, channels]       taps, that of the oldest input first
-    decay    [value_heads]            exp(A_log)
-    dt_bias  [value_heads]
-    norm     [value_head_dim]         of the norm after the delta rule
-    """
+    def __init__(
+        self,
+        shape: DeltaConfig,
+        index: int,
+        *,
+        conv: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        norm: torch.Tensor,
+        norm_eps: float,
+    ) -> None:
+        """`index` counts the delta layers. Weights as they are saved, in any float type:
 
-    conv: torch.Tensor
-    decay: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    norm_eps: float
+        conv     [channels, 1, kernel]   taps, that of the oldest input first
+        a_log    [value_heads]
+        dt_bias  [value_heads]
+        norm     [value_head_dim]        of the norm after the delta rule
+        """
+        self.shape = shape
+        self.index = index
+        self.conv = conv[:, 0].float().t().contiguous()
+        self.decay = a_log.float().exp()
+        self.dt_bias = dt_bias.float().contiguous()
+        self.norm = norm.float().contiguous()
+        self.norm_eps = norm_eps
+        self._native: DeltaLayer | None = None
 
+    def __call__(self, projected: torch.Tensor, step: DeltaStep) -> torch.Tensor:
+        """Move the states of the step's slots in place; returns fp32 `[T, value_size]`.
 
-def gated_delta(
-    projected: torch.Tensor, shape: DeltaConfig, weights: DeltaWeights, step: DeltaStep, layer: int
-) -> torch.Tensor:
-    """Everything of a delta layer between its input projections and its output projection.
+        projected  [T, channels + value_size + 2 * value_heads]: the products for (q, k, v), the gate z, b and a
 
-    projected  [T, channels + value_size + 2 * value_heads]: the products for (q, k, v), the gate z, b and a
-    layer      index of the layer among the delta layers
+        Rows of sequences that take no part become zeros. Cost: about `8 * key_head_dim * value_head_dim` operations
+        for each row and value head.
+        """
+        kernels = self._kernels(projected)
+        return self.in_torch(projected, step) if kernels is None else self._in_native(projected, step, kernels)
 
-    Moves the states of the step's slots in place. Returns fp32 `[T, value_size]`; rows of sequences that take no part
-    are zeros. Cost: about `8 * key_head_dim * value_head_dim` operations a row and value head.
-    """
-    if step.order is None:
-        step.order = _Order.of(step, shape.conv_kernel, projected.device)
-    order = step.order
-    rows = projected if order.rows is None else projected.index_select(0, order.rows)
-    parts = rows.float().split([shape.num_channels, shape.value_size, shape.num_value_heads, shape.num_value_heads], 1)
-    inputs, z, b, a = parts
-    history, state = (step.states.planes[name][:, layer] for name in (CONV, DELTA))
-    mixed = by_rows(F.silu, _convolve(inputs, weights.conv, history, order))
-    beta = by_rows(torch.sigmoid, b)
-    decay = by_rows(torch.exp, by_rows(F.softplus, a + weights.dt_bias) * -weights.decay)
-    out = _recur(mixed, decay, beta, state, shape, order)
-    z = by_rows(F.silu, z).view(out.shape)
-    mean = _tree_sum((out * out).transpose(1, 2)) / shape.value_head_dim
-    out = (out / (mean + weights.norm_eps).sqrt()[..., None] * weights.norm * z).view(len(rows), -1)
-    if order.rows is None:
+    def _kernels(self, projected: torch.Tensor) -> Kernels | None:
+        """The native kernels, where they compute this layer and were not turned off by PAGED_BACKEND."""
+        shape = self.shape
+        fits = not (shape.key_head_dim % _LANES or shape.value_head_dim % _LANES or shape.conv_kernel > _TAPS)
+        if not fits or projected.device.type != "cpu" or projected.dtype != torch.float32:
+            return None
+        return getattr(get_backend("cpu"), "kernels", None)
+
+    def _in_native(self, projected: torch.Tensor, step: DeltaStep, kernels: Kernels) -> torch.Tensor:
+        shape = self.shape
+        if self._native is None:
+            from paged import _native
+
+            self._native = _native.DeltaLayer(
+                shape.num_key_heads,
+                shape.num_value_heads,
+                shape.key_head_dim,
+                shape.value_head_dim,
+                shape.conv_kernel,
+                self.conv.data_ptr(),
+                self.decay.data_ptr(),
+                self.dt_bias.data_ptr(),
+                self.norm.data_ptr(),
+                self.norm_eps,
+            )
+        if projected.stride(1) != 1:
+            projected = projected.contiguous()
+        mixed = torch.empty(len(projected), shape.num_channels)
+        out = torch.empty(len(projected), shape.value_size)
+        history, state = (step.states.planes[name] for name in (CONV, DELTA))
+        kernels.delta(
+            self._native,
+            step.q_indptr,
+            step.slots,
+            projected.data_ptr(),
+            projected.stride(0),
+            history[:, self.index].data_ptr(),
+            history.stride(0),
+            state[:, self.index].data_ptr(),
+            state.stride(0),
+            mixed.data_ptr(),
+            out.data_ptr(),
+        )
         return out
-    whole = out.new_zeros(len(projected), out.shape[1])
-    whole[order.rows] = out
-    return whole
+
+    def in_torch(self, projected: torch.Tensor, step: DeltaStep) -> torch.Tensor:
+        """What a call does, in plain torch on any device: the oracle of the native code, and much slower."""
+        shape = self.shape
+        if step.order is None:
+            step.order = _Order.of(step, shape.conv_kernel, projected.device)
+        order = step.order
+        rows = projected if order.rows is None else projected.index_select(0, order.rows)
+        sizes = [shape.num_channels, shape.value_size, shape.num_value_heads, shape.num_value_heads]
+        inputs, z, b, a = rows.float().split(sizes, 1)
+        history, state = (step.states.planes[name][:, self.index] for name in (CONV, DELTA))
+        mixed = by_rows(F.silu, _convolve(inputs, self.conv, history, order))
+        beta = by_rows(torch.sigmoid, b)
+        decay = by_rows(torch.exp, by_rows(F.softplus, a + self.dt_bias) * -self.decay)
+        out = _recur(mixed, decay, beta, state, shape, order)
+        z = by_rows(F.silu, z).view(out.shape)
+        mean = _tree_sum((out * out).transpose(1, 2)) / shape.value_head_dim
+        out = (out / (mean + self.norm_eps).sqrt()[..., None] * self.norm * z).view(len(rows), shape.value_size)
+        if order.rows is None:
+            return out
+        whole = out.new_zeros(len(projected), out.shape[1])
+        whole[order.rows] = out
+        return whole
 
 
 # The torch version ------------------------------------------------------------------------------------------------

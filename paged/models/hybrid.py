@@ -15,7 +15,7 @@ from paged.kv.storage import PageStorage
 from paged.loaders.checkpoint import expected_tensors
 from paged.models.base import ForwardBatch, LanguageModel
 from paged.models.config import ModelConfig
-from paged.models.delta import DeltaStep, DeltaWeights, by_rows, delta_state_spec, gated_delta
+from paged.models.delta import DeltaStep, GatedDelta, by_rows, delta_state_spec
 from paged.models.fingerprint import fingerprint_of, tensor_digest
 from paged.models.layers import RMSNorm, silu_mul
 from paged.models.linear import PackedLinear, row_mode
@@ -38,11 +38,10 @@ class _Attention:
 
 @dataclass(slots=True)
 class _Delta:
-    """`index` counts the delta layers: the layer of a state. (q, k, v), the gate z, b and a are one product."""
+    """(q, k, v), the gate z, b and a are one product."""
 
-    index: int
     inputs: PackedLinear
-    weights: DeltaWeights
+    rule: GatedDelta
     output: PackedLinear
 
 
@@ -161,7 +160,7 @@ class HybridModel(LanguageModel):
         if isinstance(mixer, _Attention):
             x += self._attention(mixer, normed, step)
         else:
-            mixed = gated_delta(mixer.inputs(normed), self._shape, mixer.weights, delta, mixer.index)
+            mixed = mixer.rule(mixer.inputs(normed), delta)
             x += mixer.output(mixed.to(self.dtype))
         gate_up = layer.gate_up(layer.post_norm(x, step.normed).to(self.dtype))
         act = torch.empty(len(x), self.config.intermediate_size, dtype=self.dtype, device=self.device)
@@ -222,15 +221,17 @@ class HybridModel(LanguageModel):
 
     def _build_delta(self, index: int, prefix: str, read: TensorOf) -> _Delta:
         prefix += "linear_attn."
-        weights = DeltaWeights(
-            conv=read(prefix + "conv1d.weight")[:, 0].float().t().contiguous(),
-            decay=read(prefix + "A_log").float().exp(),
-            dt_bias=read(prefix + "dt_bias").float(),
-            norm=read(prefix + "norm.weight").float(),
+        rule = GatedDelta(
+            self._shape,
+            index,
+            conv=read(prefix + "conv1d.weight"),
+            a_log=read(prefix + "A_log"),
+            dt_bias=read(prefix + "dt_bias"),
+            norm=read(prefix + "norm.weight"),
             norm_eps=self.config.rms_norm_eps,
         )
         inputs = torch.cat([read(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")])
-        return _Delta(index, PackedLinear(inputs), weights, PackedLinear(read(prefix + "out_proj.weight")))
+        return _Delta(PackedLinear(inputs), rule, PackedLinear(read(prefix + "out_proj.weight")))
 
     def extra_info(self) -> dict[str, Any]:
         """Family, size, dtype, bytes of a sequence's state, and how matrix products keep their rows apart."""

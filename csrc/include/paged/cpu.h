@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "paged/delta.h"
+
 namespace paged {
 
 enum Dtype : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2 };
@@ -83,6 +85,10 @@ struct CpuKernels {
   void (*append)(const AppendArgs& args, int32_t row0, int32_t row1);
   // Sum of `bytes` bytes read with plain vector loads: the bound that the bandwidth of attend is compared with.
   float (*read)(const void* base, size_t bytes);
+  // One sequence: a range of channels of the convolution, then one value head with the delta rule.
+  void (*delta_conv)(const DeltaArgs& args, int32_t seq, int32_t channel0, int32_t channel1);
+  void (*delta_head)(const DeltaArgs& args, int32_t seq, int32_t head, void* scratch);
+  size_t (*delta_scratch_bytes)(const DeltaLayer& layer);
 };
 
 // The kernels of the instruction set called `name` ("baseline", "avx2", "avx512"), null if this processor or build
