@@ -39,6 +39,14 @@ def test_how_the_tokens_are_cut_does_not_matter(sizes: list[int]) -> None:
         session.check()
 
 
+def test_the_history_grows_with_the_session() -> None:
+    hand = Hand(60, 4)
+    session = hand.session()
+    for length in (50, 70, 71, 200):
+        logits = session.eval(span(session.n_past, length - session.n_past))
+        hand.expect_exact(session, span(0, length), logits)
+
+
 def test_long_input_is_evaluated_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged.session, "CHUNK", 10)
     hand = Hand(20, 4)
@@ -145,7 +153,7 @@ def test_a_fresh_session_whose_first_eval_failed_can_still_attach() -> None:
     assert hand.cache.attach(session, span(0, 9)) == 8
 
 
-@pytest.mark.parametrize("bad", [[-1], [997], [3, 2000], [1, -5]])
+@pytest.mark.parametrize("bad", [[-1], [3, 997], [3, 2000], [1, -5]])
 def test_ids_outside_the_vocabulary_are_refused(bad: list[int]) -> None:
     session = Hand().session()
     with pytest.raises(InvalidRequest, match=rf"between 0 and 996, got {next(b for b in bad if not 0 <= b < 997)}"):

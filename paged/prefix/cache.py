@@ -60,7 +60,7 @@ class PrefixCache:
     def insert(self, session: Session, tokens: object, preview: str = "") -> int:
         """Donate the full pages of `session`, whose evaluated history is `tokens`; returns the pages new to the cache.
 
-        Pages that are cached already are touched, and the session's own copies of them are given back. `preview`
+        Where a page is cached already, the session goes on with that one and gives its own copy back. `preview`
         labels the donation in `chains()`. GeometryMismatch if the session is not paged out of this pool.
         """
         self._own(session)
@@ -121,12 +121,8 @@ class PrefixCache:
 
     def take(self, cursor: Cursor) -> Int32:
         """Attach the pages that the cursor stands on: int32 [num_groups, pages], one reference to each taken."""
-        index = self.index
-        nodes = np.array(cursor.nodes, np.int32)
-        pages = np.ascontiguousarray(index.pages[nodes].T)
+        pages = np.ascontiguousarray(self.index.pages[np.array(cursor.nodes, np.int32)].T)
         self.pool.share(pages.ravel())
-        index.tick += 1
-        index.last_use[nodes] = index.tick
         return pages
 
     def count(self, cursor: Cursor, num_tokens: int) -> None:
@@ -163,8 +159,6 @@ class PrefixCache:
             if (theirs != pages[:, column]).any():
                 merged.append((column, theirs.copy()))
         stats.merged_pages += len(merged) * self.num_groups
-        index.tick += 1
-        index.last_use[cursor.nodes[start:]] = index.tick
         first = len(cursor.nodes)
         for column in range(first, end):
             key = cursor.keys[column]

@@ -54,9 +54,9 @@ class PrefixIndex:
     """Cached pages as a tree: a node is one page position of one prefix, with a page for each page group.
 
     Node n holds `pages[n]` (int32 [num_groups]), `tokens[n]` (int32 [page_size]), its parent, the number of its
-    children, and the tick of its last use. The parent of a first page is a negative number that stands for its
-    namespace. A look-up goes key by key through the dictionary and then compares parents and tokens of the whole
-    run at once, so a hash never decides.
+    children, and the tick at which its last user left. The parent of a first page is a negative number that stands
+    for its namespace. A look-up goes key by key through the dictionary and then compares parents and tokens of the
+    whole run at once, so a hash never decides.
 
     Invariants (`check()`): each key leads to a live node and back; the key is the hash of the parent's key and the
     node's tokens; parents are live; children counts are exact; no page id stands twice.

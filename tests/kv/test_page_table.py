@@ -163,9 +163,11 @@ def test_a_reader_keeps_the_rows_it_was_given() -> None:
     table.ensure(0, 6)
     fork = table.fork()
     before = fork.rows
-    fork.ensure(6, 7)
     fork.replace(0, pool.alloc(1))
-    assert fork.rows.tolist() == [[3, 2]]
+    assert fork.rows.tolist() == [[2, 1]]
+    assert before.tolist() == table.rows.tolist() == [[0, 1]]
+    fork.ensure(6, 7)
+    assert fork.rows.tolist() == [[2, 3]]
     assert before.tolist() == table.rows.tolist() == [[0, 1]]
 
 

@@ -303,6 +303,22 @@ def test_dropped_pages_are_back_at_the_next_look() -> None:
     pool.check()
 
 
+def test_dropped_pages_are_used_before_the_pool_grows() -> None:
+    pool = PagePool(3, max_pages=12)
+    pool.drop(pool.alloc(3))
+    pool.alloc(1)
+    assert pool.num_pages == 3
+
+
+def test_a_dropped_page_that_the_cache_holds_is_idle_at_the_next_look() -> None:
+    pool = PagePool(3)
+    page = pool.alloc(1)
+    pool.hold(page)
+    pool.drop(page)
+    assert pool.num_cached_only == 1
+    pool.check()
+
+
 def test_a_drop_in_the_middle_of_a_release_loses_no_page() -> None:
     pool = PagePool(8)
     victim = [pool.alloc(3)]

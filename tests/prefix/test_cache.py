@@ -262,6 +262,7 @@ def test_donating_the_same_history_again_adds_nothing() -> None:
     assert hand.cache.insert(session, span(0, 8), preview="second") == 0
     assert hand.cache.held_pages == 2
     assert hand.pool.refs[:2].tolist() == [2, 2]
+    assert hand.cache.stats.merged_pages == 0
     assert [(c.preview, c.num_tokens, c.num_pages) for c in hand.cache.chains()] == [("first", 8, 2)]
 
 
@@ -382,6 +383,10 @@ def test_attaching_to_a_session_with_context_is_refused_and_leaves_it_alone() ->
         hand.cache.attach(session, span(0, 9))
     assert session.tokens.tolist() == [1]
     session.release()
+    session.table.ensure(0, 4)
+    with pytest.raises(SessionInUse, match="holds 0 tokens and 1 pages"):
+        hand.cache.attach(session, span(0, 9))
+    session.release()
     assert hand.cache.attach(session, span(0, 9)) == 8
 
 
@@ -408,6 +413,17 @@ def test_one_pool_serves_one_cache_at_a_time() -> None:
     assert later.insert(session, span(0, 8)) == 2
     later.check()
     hand.pool.check()
+
+
+def test_a_pool_without_storage_can_be_served_too() -> None:
+    pool = PagePool(4, 4)
+    cache = PrefixCache(pool)
+    pages, tokens = pool.alloc(2), ids(*span(0, 8))
+    cache.publish(cache.cursor(), tokens, pages[None])
+    assert cache.match_len(span(0, 9)) == 8
+    pool.release(pages)
+    assert pool.alloc(4).tolist() == [0, 1, 2, 3]
+    cache.check()
 
 
 def test_a_negative_bound_is_refused() -> None:

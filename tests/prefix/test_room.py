@@ -35,9 +35,9 @@ def test_a_chain_goes_from_its_deepest_page_to_its_root() -> None:
 def test_of_two_chains_the_one_that_fell_idle_first_goes_whole_before_the_other() -> None:
     hand = Hand(10, 4)
     one, two = hand.ask(span(0, 8)), hand.ask(span(50, 8))
-    hand.cache.insert(two, span(50, 8))
     hand.cache.insert(one, span(0, 8))
-    two.release()
+    hand.cache.insert(two, span(50, 8))
+    two.release()  # though it came later
     one.release()
     seen = []
     for _ in range(4):
@@ -246,6 +246,11 @@ def test_collisions_are_counted_once_for_each_page_that_stays_uncached() -> None
         hand.donate(span(50, 4))
         assert hand.cache.stats.num_collisions == n
     assert hand.cache.stats.inserted_pages == 1
+    cursor, session = hand.cache.cursor(), hand.ask(span(70, 12))
+    for pages in (1, 2, 3):  # a running request that collided once tries no more
+        hand.cache.publish(cursor, session.tokens, session.table.rows[:, :pages])
+    assert cursor.closed
+    assert hand.cache.stats.num_collisions == 3
 
 
 # check() ----------------------------------------------------------------------------------------------------------
