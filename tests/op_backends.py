@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
+import cuda_cases
+import cuda_sim
 import numpy as np
 import pytest
 
-from paged.errors import NativeMissing
+from paged.errors import NativeMissing, UnsupportedShape
 from paged.ops.dispatch import Backend
 from paged.ops.reference import ReferenceBackend
 
@@ -31,7 +34,39 @@ def native(isa: str) -> Backend:
         pytest.skip(str(error))
 
 
-BACKENDS = {"reference": ReferenceBackend, **{f"cpu-{isa}": lambda isa=isa: native(isa) for isa in ISAS}}
+class _SkipsWhatIsNotBuilt:
+    """The CUDA kernels in their simulation; a test of pages that they are not built for is skipped."""
+
+    def __init__(self) -> None:
+        if reason := cuda_sim.missing_compiler():
+            pytest.skip(reason)
+        self._backend = cuda_sim.make_backend()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._backend, name)
+
+        def guarded(*args: Any, **options: Any) -> Any:
+            try:
+                return call(*args, **options)
+            except UnsupportedShape as error:
+                if "the CUDA kernels" in str(error):
+                    pytest.skip(str(error))
+                raise
+
+        return guarded
+
+
+BACKENDS = {
+    "reference": ReferenceBackend,
+    **{f"cpu-{isa}": lambda isa=isa: native(isa) for isa in ISAS},
+    "cuda-sim": _SkipsWhatIsNotBuilt,
+}
+
+
+def tolerance(name: str, kv_dtype: str, limit: float) -> float:
+    """`limit`, or what tensor cores allow: they multiply queries and probabilities in the pages' type."""
+    return max(limit, cuda_cases.TOLERANCE.get(kv_dtype, limit)) if name == "cuda-sim" else limit
+
 
 every_backend = pytest.mark.parametrize("name", BACKENDS)
 every_isa = pytest.mark.parametrize("isa", ISAS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_cases import Case, Step, answer, make
-from op_backends import BACKENDS, every_backend, fresh_seed
+from op_backends import BACKENDS, every_backend, fresh_seed, tolerance
 
 from paged.kv.storage import PageStorage
 from paged.ops.plan import make_plan
@@ -36,8 +36,8 @@ def compare(name: str, case: Case, limit: float = 1e-6) -> None:
     step, out, lse = run(name, case)
     want, want_lse = answer(step)
     assert out.dtype == step.q.dtype and out.shape == step.q.shape
-    assert relative_error(out, want) < limit, str(case)
-    assert float((lse.double() - want_lse).abs().max()) < 4e-6, str(case)
+    assert relative_error(out, want) < tolerance(name, case.kv_dtype, limit), str(case)
+    assert float((lse.double() - want_lse).abs().max()) < tolerance(name, case.kv_dtype, 4e-6), str(case)
 
 
 @every_backend
