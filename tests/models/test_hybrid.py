@@ -280,6 +280,27 @@ def test_forwards_from_two_threads_on_slots_of_their_own_do_not_meet(tiny):
 # Parts that, broken on purpose, must be found
 
 
+def test_a_plain_sigmoid_of_the_gate_is_found(monkeypatch):
+    """A few hundred rows of 120 gates are more than one thread's share, and two threads meet inside a vector."""
+    pytest.importorskip("paged._native")
+    settings = tiny_hf_settings("qwen3_5", num_hidden_layers=2, full_attention_interval=2, num_attention_heads=5)
+    config = ModelConfig.from_hf(settings | {"num_key_value_heads": 1, "head_dim": 24, "max_position_embeddings": 512})
+    tokens, chunks = random_tokens(500, 96), (275, 281, 283, 287, 293, 299, 301, 305)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = HybridModel(config, random_tensors(config).__getitem__)
+        want = Feeder(model).feed("a", tokens, 50)
+        assert all(torch.equal(Feeder(model).feed("a", tokens, chunk), want) for chunk in chunks)
+        if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+            pytest.skip("this processor's exp may round the same in vectors and outside")
+        monkeypatch.setattr(hybrid, "by_rows", lambda function, x: function(x))
+        want = Feeder(model).feed("a", tokens, 50)
+        assert not all(torch.equal(Feeder(model).feed("a", tokens, chunk), want) for chunk in chunks)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_state_that_is_not_restored_is_found(tiny, monkeypatch):
     """What B49 is about: pages alone continue nothing."""
     tokens = random_tokens(60, 512)
