@@ -142,7 +142,6 @@ class PrefixIndex:
             self._root_children[parent] += 1
         self.children[node] = 0
         self.birth[node] = self._next_birth
-        self.last_use[node] = self.tick
         self.chain[node] = cursor.chain
         self.pages[node] = pages
         self.tokens[node] = tokens

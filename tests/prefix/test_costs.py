@@ -46,6 +46,8 @@ def test_a_second_seek_with_the_same_cursor_hashes_and_looks_up_nothing_more() -
         assert hand.cache.seek(cursor, prompt) == 40
     assert hashes.calls == 100
     assert table.gets == 50  # the one key behind the match, each time
+    assert hand.cache.seek(cursor, prompt[:41]) == 40
+    assert table.gets == 50  # nothing lies behind it
 
 
 def test_a_prompt_that_grew_hashes_only_its_new_pages() -> None:

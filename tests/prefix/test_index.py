@@ -232,6 +232,18 @@ def test_the_index_grows_past_its_first_arrays() -> None:
     assert depth(tree, tokens) == 300
     assert tree.pages[cursor.nodes, 0].tolist() == list(range(300))
     tree.check()
+    room = len(tree.birth)
+    tree.clear()
+    enter(tree, span(0, 2 * (room + 1)), list(range(room + 1)))
+    assert depth(tree, span(0, 2 * (room + 1))) == room + 1
+    tree.check()
+
+
+def test_a_page_id_far_above_the_others_is_no_problem() -> None:
+    tree = index()
+    enter(tree, span(0, 2), [100_000])
+    assert tree.node_of_page[100_000] == 0
+    tree.check()
 
 
 # check() ----------------------------------------------------------------------------------------------------------

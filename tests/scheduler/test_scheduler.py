@@ -345,7 +345,7 @@ def test_a_failed_step_ends_followers_too_and_spares_those_outside_it() -> None:
     assert driver.pool.num_live == 0
 
 
-def test_a_request_without_rows_in_the_failed_step_lives() -> None:
+def test_requests_outside_the_failed_step_live() -> None:
     driver = Driver(64, 4, max_num_batched_tokens=4)
     driver.submit("a", span(0, 6))
     driver.step()

@@ -23,6 +23,17 @@ def test_two_identical_prompts_compute_100_and_4_rows_in_one_step() -> None:
     driver.expect_all_exact()
 
 
+@pytest.mark.parametrize(("length", "rows"), [(1, 1), (15, 15), (16, 16), (17, 1), (31, 15), (32, 16), (33, 1)])
+def test_a_twin_computes_at_least_its_last_token(length: int, rows: int) -> None:
+    driver = Driver(64, 16)
+    driver.submit("a", span(0, length))
+    driver.submit("b", span(0, length))
+    driver.step()
+    assert driver.plans == [{"a": length, "b": rows}]
+    driver.run()
+    driver.expect_all_exact()
+
+
 def test_a_third_follows_pages_that_the_second_offers() -> None:
     driver = Driver(64, 4)
     driver.submit("a", span(0, 9))
@@ -136,6 +147,7 @@ def test_who_waits_for_an_opening_starts_in_the_step_that_completes_it() -> None
     assert driver.waiting() == ["b"]
     driver.step()
     assert driver.plans == [{"a": 8}, {"a": 8}, {"a": 6, "b": 1}]
+    assert not driver.scheduler.sharing._expected
     driver.run()
     driver.expect_all_exact()
 
