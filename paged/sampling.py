@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from paged.errors import InvalidRequest
 
@@ -164,7 +164,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if not isinstance(strings, Iterable) or isinstance(strings, (bytes, Mapping)):
         raise TypeError(_message("stop", expected, value))
     stops: list[str] = []
-    for stop in strings:
+    for stop in cast("Iterable[object]", strings):
         if not isinstance(stop, str):
             raise TypeError(_message("stop", expected, value))
         if not stop:
@@ -175,8 +175,12 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise TypeError(_message(name, "a sequence of token ids", value))
-    return tuple(dict.fromkeys(_integer(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(value)))
+        raise TypeError(_message(name, "a sequence of token ids", cast("object", value)))
+    return tuple(
+        dict.fromkeys(
+            _integer(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(cast("Iterable[object]", value))
+        )
+    )
 
 
 def _biases(value: object) -> dict[int, float] | None:
@@ -184,5 +188,8 @@ def _biases(value: object) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise TypeError(_message("logit_bias", "None or a dict from token id to number", value))
-    biases = {_integer("logit_bias key", i, 0): _number(f"logit_bias[{i}]", bias) for i, bias in value.items()}
+    biases = {
+        _integer("logit_bias key", i, 0): _number(f"logit_bias[{i}]", bias)
+        for i, bias in cast("Mapping[object, object]", value).items()
+    }
     return biases or None

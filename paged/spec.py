@@ -54,7 +54,8 @@ class StatePlane:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("StatePlane.name must not be empty")
-        if not all(isinstance(n, int) and n >= 0 for n in self.shape):
+        # the annotation promises ints; a caller without a type checker may still pass others
+        if not all(isinstance(n, int) and n >= 0 for n in self.shape):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"StatePlane.shape of {self.name} must be ints >= 0, got {self.shape!r}")
         if self.dtype not in _STATE_BYTES:
             raise ValueError(

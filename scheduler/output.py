@@ -36,7 +36,7 @@ class Event:
     """
 
     request_id: str
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
     output: RequestOutput | None = None
 

@@ -44,7 +44,7 @@ class StepSharing:
             key = (parent, tokens[column * size : (column + 1) * size].tobytes())
             found = self._offered.get(key)
             if found is None:
-                found = (-1 - len(self._offered), state.page_table[:, slot, column].copy())
+                found = (-1 - len(self._offered), np.array(state.page_table[:, slot, column], np.int32))
                 self._offered[key] = found
             parent = found[0]
 
@@ -54,7 +54,7 @@ class StepSharing:
         if cursor is None or not self._offered:
             return None
         parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
-        pages = []
+        pages: list[Int32] = []
         for column in range(len(cursor.nodes), (len(known) - 1) // size):
             found = self._offered.get((parent, known[column * size : (column + 1) * size].tobytes()))
             if found is None:

@@ -83,7 +83,7 @@ class Slots:
 
     def vacate(self, slot: int) -> Int32:
         """Free the slot and return a copy of its known tokens; its pages go back to the pool."""
-        known = self.tokens[slot, : self.known[slot]].copy()
+        known = np.array(self.tokens[slot, : self.known[slot]], np.int32)
         self.pool.release(self.pages(slot).ravel())
         self.num_pages[slot] = 0
         self.requests[slot] = None
@@ -96,7 +96,8 @@ class Slots:
         both = sorted(self.running.tolist() + self._free)
         check(both == list(range(len(self.requests))), "running and free slots do not partition the slots")
         size = self.pool.page_size
-        for slot in self.running.tolist():
+        running: list[int] = self.running.tolist()
+        for slot in running:
             known, computed = int(self.known[slot]), int(self.computed[slot])
             check(0 <= computed < known <= self.tokens.shape[1], f"slot {slot}: {computed} of {known} computed")
             pages = self.pages(slot).ravel()

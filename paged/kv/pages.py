@@ -50,9 +50,9 @@ class PagePool:
         self.storage = storage
         self.fingerprint = ""  # of the model whose rows the pages hold: part of every prefix chain's root
         self.max_pages = max(num_pages, max_pages or 0)
-        self.refs = np.zeros(num_pages, np.int32)
+        self.refs: Int32 = np.zeros(num_pages, np.int32)
         self.held = np.zeros(num_pages, np.bool_)
-        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._free: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
         self._num_cached_only = 0
         self._dropped: deque[Int32] = deque()  # by finalisers
@@ -110,7 +110,7 @@ class PagePool:
             if n > self._num_free:
                 raise OutOfPages(f"{n} pages were asked for, {self._num_free} are free and no more could be evicted")
         end = self._num_free
-        ids = self._free[end - n : end][::-1].copy()
+        ids = np.array(self._free[end - n : end][::-1], np.int32)
         self._num_free = end - n
         self.refs[ids] = 1
         return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -47,10 +48,11 @@ def as_tokens(tokens: object) -> Int32:
     int32 cannot hold.
     """
     if isinstance(tokens, np.ndarray):
-        array = tokens
+        array: npt.NDArray[Any] = cast("npt.NDArray[Any]", tokens)
     elif isinstance(tokens, Sequence) and not isinstance(tokens, (str, bytes)):
         try:
-            array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
+            values = cast("Sequence[object]", tokens)
+            array = np.asarray(values) if len(values) else np.zeros(0, np.int32)
         except (ValueError, OverflowError):  # ragged, or an int that no array holds
             raise InvalidRequest("token ids must be one flat list of whole numbers that fit int32") from None
     else:

@@ -32,9 +32,9 @@ class Cursor:
     namespace: bytes
     root: Hashable
     epoch: Epoch = field(default_factory=Epoch)
-    keys: list[Hashable] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-    births: list[int] = field(default_factory=list)
+    keys: list[Hashable] = field(default_factory=list[Hashable])
+    nodes: list[int] = field(default_factory=list[int])
+    births: list[int] = field(default_factory=list[int])
     chain: int = 0
     closed: bool = False
 
@@ -105,7 +105,8 @@ class PrefixIndex:
             nodes.pop()
             births.pop()
         extend_keys(cursor.keys, cursor.root, tokens[: limit * self.page_size], self.page_size, self.hash_page)
-        start, get, keys, found = len(nodes), self.by_key.get, cursor.keys, []
+        start, get, keys = len(nodes), self.by_key.get, cursor.keys
+        found: list[int] = []
         for column in range(start, limit):
             node = get(keys[column])
             if node is None:
@@ -120,7 +121,7 @@ class PrefixIndex:
     def _verified(self, cursor: Cursor, tokens: Int32, start: int, found: Int32) -> int:
         """How many of the nodes `found` for pages start, start + 1, ... hold these tokens below the right parent."""
         size, n = self.page_size, len(found)
-        want = tokens[start * size : (start + n) * size].reshape(n, size)
+        want = np.reshape(tokens[start * size : (start + n) * size], (n, size))
         parents = np.empty(n, np.int32)
         parents[0] = cursor.nodes[-1] if start else self._roots.get(cursor.namespace, NO_NODE)
         parents[1:] = found[:-1]
@@ -186,7 +187,7 @@ class PrefixIndex:
         self._roots.clear()
         self._root_children.clear()
         self._root_of.clear()
-        self.keys = [None] * len(self.birth)
+        self.keys = list[Hashable]([None]) * len(self.birth)
         self._free = list(range(len(self.birth) - 1, -1, -1))
         return pages
 
@@ -217,7 +218,8 @@ class PrefixIndex:
         check(len(np.unique(pages)) == len(pages), "a page id stands twice in the index")
         children = np.zeros(len(self.birth), np.int64)
         roots: dict[int, int] = {}
-        for node in live.tolist():
+        nodes: list[int] = live.tolist()
+        for node in nodes:
             parent = int(self.parent[node])
             key = self.keys[node]
             check(self.by_key.get(key, NO_NODE) == node, "a key leads to another node")
