@@ -77,6 +77,8 @@ class Engine:
         if num_pages is None:
             num_pages = default_num_pages(self.model, page_size, kv_dtype, self.config.max_num_seqs)
         self.pool = self.model.create_kv_pool(num_pages, page_size, kv_dtype)
+        assert self.pool.storage is not None
+        self._storage = self.pool.storage
         self.cache = PrefixCache(self.pool) if prefix_cache else None
         self.scheduler = Scheduler(
             self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups
@@ -311,7 +313,7 @@ class Engine:
             try:
                 for request in plan.admitted:
                     self.sampler.assign(request.slot, request.params, request.seed, request.end_ids)
-                logits = self.model.forward(plan.batch, self._storage())
+                logits = self.model.forward(plan.batch, self._storage)
                 sampled, bad = self._draw(logits, plan)
             except BaseException as error:
                 for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
@@ -340,9 +342,6 @@ class Engine:
             usable[rows] = 0.0
             sampled, more = self._draw(usable, plan)
             return sampled, {**dict.fromkeys(rows, f"BadLogits: {error}"), **more}
-
-    def _storage(self) -> Any:
-        return self.pool.storage
 
     def _deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
         """Turn the step's tokens into text and events, and end the requests that a stop string ended."""

@@ -230,7 +230,7 @@ class Scheduler:
     def _victim(self) -> Request:
         """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
         slots = self.state.running
-        arrivals = np.array([self.request_at(slot).arrival for slot in slots.tolist()])
+        arrivals = self.state.arrival[slots]
         computed = self.state.computed[slots].astype(np.int64)
         if len(slots) > 1:
             computed[arrivals.argmin()] = np.iinfo(np.int64).max

@@ -19,6 +19,7 @@ class Slots:
     limit       int32 [num_slots]                       `known` at which the request ends with "length"
     min_known   int32 [num_slots]                       `known` below which end ids do not end it
     end_ids     int32 [num_slots, width]                padded with -1
+    arrival     int64 [num_slots]                       order of submission
     work        int32 [num_slots]                       rows computed since the request was placed
     num_pages   int32 [num_slots]                       columns in use
     page_table  int32 [num_groups, num_slots, columns]
@@ -38,6 +39,7 @@ class Slots:
         self.limit = np.zeros(num_slots, np.int32)
         self.min_known = np.zeros(num_slots, np.int32)
         self.end_ids = np.full((num_slots, 1), -1, np.int32)
+        self.arrival = np.zeros(num_slots, np.int64)
         self.work = np.zeros(num_slots, np.int32)
         self.num_pages = np.zeros(num_slots, np.int32)
         self.page_table = np.zeros((num_groups, num_slots, columns), np.int32)
@@ -71,6 +73,7 @@ class Slots:
         self.end_ids[slot] = -1
         self.end_ids[slot, : len(ends)] = ends
         self.work[slot] = 0
+        self.arrival[slot] = request.arrival
         self.num_pages[slot] = pages.shape[1]
         self.page_table[:, slot, : pages.shape[1]] = pages
         self.requests[slot] = request

@@ -21,3 +21,12 @@ def test_the_example_runs(path: Path, smollm2) -> None:
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_the_code_of_the_readme_runs_as_it_stands(smollm2) -> None:
+    text = (EXAMPLES[0].parent.parent / "README.md").read_text(encoding="utf-8")
+    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("prompt tokens were cached") == 2

@@ -28,7 +28,3 @@ def by_turns(calls: Mapping[str, Callable[[], object]], seconds: float, least: i
 
 def best(times: list[float]) -> float:
     return min(times)
-
-
-def median(times: list[float]) -> float:
-    return sorted(times)[len(times) // 2]

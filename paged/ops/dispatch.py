@@ -7,7 +7,6 @@ import os
 from functools import cache
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from paged.errors import NativeMissing
@@ -81,8 +80,3 @@ def get_backend(device: str | torch.device = "cpu", name: str | None = None) -> 
         return _load(wanted)
     except NativeMissing:
         return _load("reference")
-
-
-def as_int32(values: object) -> Int32:
-    """`values` as a C-contiguous int32 array, without a copy where it is one already."""
-    return np.ascontiguousarray(values, dtype=np.int32)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from paged.errors import UnsupportedShape
-from paged.ops.dispatch import as_int32
 from paged.ops.plan import AttendPlan, check_plan, make_plan
 
 
@@ -85,9 +84,3 @@ def test_page_ids_past_the_length_do_not_matter():
     p.page_table[0, 2] = 99
     p.page_table[2, 1:] = -5
     check_plan(p, 8)
-
-
-def test_as_int32_copies_only_what_is_not_int32():
-    same = ints(1, 2)
-    assert as_int32(same) is same
-    assert as_int32([1, 2]).dtype == np.int32

@@ -191,3 +191,9 @@ def test_whatever_int32_holds_is_taken(tokens: list[int]) -> None:
 def test_what_is_no_list_of_ids_is_refused(tokens, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         as_tokens(tokens)
+
+
+def test_only_what_is_not_int32_is_copied() -> None:
+    same = np.array([1, 2], np.int32)
+    assert as_tokens(same) is same
+    assert as_tokens([1, 2]).dtype == np.int32
