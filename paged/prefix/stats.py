@@ -17,6 +17,11 @@ class PrefixStats:
     merged_pages: int = 0  # computed twice; the second copy was given back
     evicted_pages: int = 0
     num_collisions: int = 0  # a key was taken by other tokens: that page stays uncached
+    # Of models with recurrent state; these count checkpoints:
+    checkpoint_hits: int = 0
+    checkpoint_inserts: int = 0
+    checkpoint_evictions: int = 0
+    checkpoints_refused: int = 0  # no page was left for the copy of the last partial page
 
 
 @dataclass(slots=True)
