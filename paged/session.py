@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
 from paged.errors import GeometryMismatch, InvalidRequest, PromptTooLong, check
 from paged.kv.page_table import PageTable
 from paged.kv.pages import Int32, PagePool
+from paged.kv.state import UNKNOWN
 from paged.models.base import ForwardBatch, LanguageModel
 from paged.prefix.hashing import as_tokens
 from paged.sampler import sample_one
@@ -15,14 +18,18 @@ from paged.sampling import SamplingParams, draw_seed
 
 CHUNK = 512  # rows evaluated at once; results do not depend on it, memory does
 
+_ids = itertools.count(1)
+
 
 class Session:
-    """The KV pages, the tokens and the last logits of one sequence.
+    """The KV pages, the recurrent state (of a model that has one), the tokens and the last logits of one sequence.
 
     `eval` runs tokens at position `n_past` and advances it; `sample` draws from the last logits and runs nothing.
-    A fork shares every page. Pages go back to the pool with `release`, or when the session is collected.
+    A fork shares every page and copies the state. Pages go back to the pool with `release`, or when the session is
+    collected; those that a sliding window has left behind go back as soon as it has.
 
-    Invariants (`check()`): the table is sound and covers exactly the pages of `n_past` positions.
+    Invariants (`check()`): the table is sound and covers exactly the pages of `n_past` positions, of a group with a
+    window only those that it can still see; the state is at `n_past`, or not valid since a forward failed.
     """
 
     def __init__(self, model: LanguageModel, pool: PagePool, namespace: str = "") -> None:
@@ -34,7 +41,9 @@ class Session:
         self.pool = pool
         self.storage = storage
         self.namespace = namespace
+        self.id = next(_ids)
         self.table = PageTable(pool, model.spec.num_groups)
+        self.states = model.create_state_pool(1)
         self.logits: torch.Tensor | None = None
         self._tokens = np.zeros(64, np.int32)
         self._n_past = 0
@@ -55,7 +64,8 @@ class Session:
 
         No tokens: nothing happens, and the last logits (None in a fresh session) come back. PromptTooLong past the
         model's length, InvalidRequest for an id outside the vocabulary, OutOfPages if the pool is full; then, and
-        after any error of the model, the session is as it was before the chunk (of 512 tokens) that failed.
+        after any error of the model, the session is as it was before the chunk (of 512 tokens) that failed. Only a
+        recurrent state that an error of the model left half moved is lost: StateMismatch until `release`.
         """
         new = as_tokens(tokens)
         if not len(new):
@@ -80,6 +90,8 @@ class Session:
             kv_lens=np.array([end], np.int32),
             page_tables=self.table.rows[:, None, :],
             logit_rows=np.array([len(new) - 1], np.int32),
+            state_slots=None if self.states is None else np.zeros(1, np.int32),
+            states=self.states,
         )
         try:
             self.logits = self.model.forward(batch, self.storage)[0]
@@ -87,6 +99,7 @@ class Session:
             self.table.truncate(before)  # a fork would share pages that both then write
             raise
         self._remember(new)
+        self.table.leave(self._n_past, self.model.spec.windows)
 
     def _remember(self, new: Int32) -> None:
         end = self._n_past + len(new)
@@ -117,6 +130,8 @@ class Session:
     def fork(self) -> Session:
         """Another session with the same history over the same pages; the first write into a shared page copies it."""
         other = Session(self.model, self.pool, self.namespace)
+        if self.states is not None and other.states is not None:
+            other.states.restore(0, self.states.snapshot(0))
         other.table = self.table.fork()
         other._remember(self.tokens)
         other.logits = self.logits
@@ -126,13 +141,15 @@ class Session:
     def release(self) -> None:
         """Give every page back and be fresh; a second call does nothing."""
         self.table.release()
+        if self.states is not None:
+            self.states.reset(0)
         self._n_past = 0
         self.logits = None
 
     def __del__(self) -> None:
         table = getattr(self, "table", None)
         if table is not None and table.num_pages:
-            self.pool.drop(table.rows.ravel())
+            self.pool.drop(table.ids)
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""
@@ -140,3 +157,9 @@ class Session:
         size = self.pool.page_size
         want = -(-self._n_past // size)
         check(self.table.num_pages == want, f"{self.table.num_pages} columns for {self._n_past} tokens")
+        for group, window in enumerate(self.model.spec.windows):
+            first = max(0, self._n_past - window + 1) // size if window else 0
+            left = self.table.rows[group] < 0
+            check(bool(left[:first].all()) and not left[first:].any(), f"group {group}: not the pages of its window")
+        if self.states is not None:
+            check(int(self.states.positions[0]) in (self._n_past, UNKNOWN), "the state is not that of n_past tokens")

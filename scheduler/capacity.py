@@ -9,16 +9,22 @@ from paged.models.base import LanguageModel
 
 CPU_SHARE = 0.25  # of the machine's memory; pages that are never written stay untouched
 GPU_SHARE = 0.85  # of what the weights leave free
+GPU_STATE_SHARE = 0.1  # of the same, for checkpoints
 
 
-def memory_bytes(model: LanguageModel) -> int:
+def memory_bytes(model: LanguageModel, gpu_share: float = GPU_SHARE) -> int:
     """Bytes that the pages may take on the model's device."""
     if model.device.type == "cuda":
         import torch
 
         free, _ = torch.cuda.mem_get_info(model.device)
-        return int(free * GPU_SHARE)
+        return int(free * gpu_share)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+
+
+def default_state_bytes(model: LanguageModel) -> int:
+    """Bytes that checkpoints of recurrent state may take, their pages included."""
+    return memory_bytes(model, GPU_STATE_SHARE)
 
 
 def default_num_pages(model: LanguageModel, page_size: int, kv_dtype: str, max_num_seqs: int) -> int:

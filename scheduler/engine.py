@@ -17,12 +17,12 @@ from paged.prefix.hashing import as_tokens
 from paged.sampler import Sampled, Sampler, TokenHistory
 from paged.sampling import SamplingParams, draw_seed
 from paged.text import OutputText
-from scheduler.capacity import default_num_pages
+from scheduler.capacity import default_num_pages, default_state_bytes
 from scheduler.config import SchedulerConfig
 from scheduler.live import Live
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
-from scheduler.request import Request
+from scheduler.request import PrefillStops, Request
 from scheduler.scheduler import Scheduler, StepResult
 from scheduler.step import StepPlan
 from scheduler.stream import Stream
@@ -57,6 +57,8 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         policy: str = "fcfs",
         prefix_cache: bool = True,
+        max_states: int = 256,
+        max_state_bytes: int | None = None,
         device: str = "auto",
         config: SchedulerConfig | None = None,
     ) -> None:
@@ -64,6 +66,8 @@ class Engine:
 
         num_pages defaults to a quarter of the machine's memory (on a GPU, to most of what the weights leave free),
         at most what `max_num_seqs` sequences can use; on the CPU, unused pages cost address space only.
+        Of a model with recurrent state at most `max_states` checkpoints are kept, within `max_state_bytes`, which
+        defaults to a quarter of the machine's memory (on a GPU, a tenth of what the weights leave free).
         max_num_batched_tokens defaults to 512 on the CPU and 4096 on a GPU. `config` gives all limits at once
         instead of the arguments of the same names.
         """
@@ -74,14 +78,17 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens or (4096 if on_gpu else 512),
             policy=policy,
         )
+        states = self.model.create_state_pool(self.config.max_num_seqs)
+        if max_state_bytes is None:
+            max_state_bytes = default_state_bytes(self.model)
         if num_pages is None:
             num_pages = default_num_pages(self.model, page_size, kv_dtype, self.config.max_num_seqs)
         self.pool = self.model.create_kv_pool(num_pages, page_size, kv_dtype)
         assert self.pool.storage is not None
         self._storage = self.pool.storage
-        self.cache = PrefixCache(self.pool) if prefix_cache else None
+        self.cache = PrefixCache(self.pool, 0, max_states, max_state_bytes, partial=True) if prefix_cache else None
         self.scheduler = Scheduler(
-            self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups
+            self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups, states
         )
         state = self.scheduler.state
         self.sampler = Sampler(self.config.max_num_seqs, self.model.vocab_size)
@@ -110,11 +117,17 @@ class Engine:
         """
         return run_batch(self, prompts, params, namespace, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        stops: PrefillStops | None = None,
+    ) -> Stream:
         """Submit one request and iterate over its events as they come; closing the iterator cancels the request."""
-        return Stream(
-            self, self.start(self.prepare(prompt, params, namespace=namespace), owned=True, keeps_events=True)
-        )
+        request = self.prepare(prompt, params, namespace=namespace, stops=stops)
+        return Stream(self, self.start(request, owned=True, keeps_events=True))
 
     def submit(
         self,
@@ -124,12 +137,16 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         namespace: str = "",
+        stops: PrefillStops | None = None,
     ) -> str:
         """Queue one request and return its id; its events come out of `step`.
 
+        `stops` says where the prefill of a model with recurrent state leaves checkpoints for later prompts.
         InvalidRequest (a ValueError) or TypeError if it can never run; nothing else is touched then.
         """
-        request = self.prepare(prompt, params, request_id=request_id, priority=priority, namespace=namespace)
+        request = self.prepare(
+            prompt, params, request_id=request_id, priority=priority, namespace=namespace, stops=stops
+        )
         self.start(request)
         return request.id
 
@@ -250,6 +267,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         namespace: str = "",
+        stops: PrefillStops | None = None,
     ) -> Request:
         """A request that was checked in every way but is not queued yet."""
         if self._closed:
@@ -271,6 +289,7 @@ class Engine:
             limit=limit,
             namespace=namespace,
             priority=priority,
+            stops=stops or PrefillStops(),
         )
 
     def start(self, request: Request, owned: bool = False, keeps_events: bool = False) -> Live:

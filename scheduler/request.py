@@ -20,6 +20,24 @@ class RequestState(enum.IntEnum):
     FINISHED = 2
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillStops:
+    """Where the prefill of a recurrent model leaves checkpoints: numbers of leading prompt tokens, 0 for none.
+
+    head          what every conversation shares, whatever its system text and its tools
+    opening       system prompt and tools, up to the first user's text
+    stable        every earlier turn, up to the last user's text; else it is found by comparing with the cache
+    messages_end  the close of the last message; else one token short of the prompt
+
+    `ChatRenderer.render_marked` finds them. A model without recurrent state needs none: its pages are the cache.
+    """
+
+    head: int = 0
+    opening: int = 0
+    stable: int = 0
+    messages_end: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request. While it runs, its tokens and counts live in the scheduler's slot arrays, not here.
@@ -36,10 +54,12 @@ class Request:
     limit: int
     namespace: str = ""
     priority: int = 0
+    stops: PrefillStops = PrefillStops()
     arrival: int = 0  # order of submission
     state: RequestState = RequestState.WAITING
     known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     cursor: Cursor | None = None
+    stop_digests: dict[int, bytes] = field(default_factory=dict[int, bytes])  # by position; see Checkpointer
     slot: int = -1
     finish_reason: str | None = None
     error: str = ""

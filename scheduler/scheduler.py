@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paged.errors import DuplicateRequest, InvalidRequest, OutOfPages, PromptTooLong, check
+from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
 from paged.kv.pages import PagePool
+from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
+from scheduler.admission import Admission, Placement
+from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
 from scheduler.policy import get_policy
 from scheduler.queue import WaitingQueue
@@ -56,7 +59,7 @@ class Scheduler:
     pages stay in the cache, and it resumes from them.
 
     Invariants (`check()`): those of the pool, the cache and the slots; a live request is in the queue or in a slot,
-    never both; every live page is in some slot's table, as often as it is referenced.
+    never both; every live page is in some slot's table or pinned, as often as it is referenced.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class Scheduler:
         config: SchedulerConfig | None = None,
         cache: PrefixCache | None = None,
         num_groups: int = 1,
+        states: StatePool | None = None,
     ) -> None:
+        """`states` holds the recurrent state of a model that has one: a slot for each of `max_num_seqs` requests."""
         self.pool = pool
         self.config = config or SchedulerConfig()
         self.cache = cache
@@ -76,6 +81,12 @@ class Scheduler:
         self.state = Slots(self.config.max_num_seqs, self.capacity, pool, num_groups)
         self.waiting = WaitingQueue(get_policy(self.config.policy))
         self.sharing = StepSharing(pool.page_size)
+        self.states = states
+        self.checkpointer: Checkpointer | None = None
+        if states is not None and cache is not None and cache.checkpoints is not None:
+            self.checkpointer = Checkpointer(cache, cache.checkpoints, states, self.state)
+        self._windows = pool.storage.spec.windows if pool.storage is not None else ()
+        self.admission = Admission(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
         self.requests: dict[str, Request] = {}
         self.stats = SchedulerStats()
         self._arrivals = 0
@@ -125,6 +136,8 @@ class Scheduler:
             return
         if request.state == RequestState.WAITING:
             self.waiting.remove(request)
+            if self.checkpointer is not None:
+                self.checkpointer.forget(request)
         else:
             self._vacate(request)
         request.state = RequestState.FINISHED
@@ -151,7 +164,7 @@ class Scheduler:
         admitted: list[Request] = []
         if len(self.waiting) and budget and state.num_free and not preempted:
             self.sharing.begin()
-            for i in np.flatnonzero(num_tokens > 1).tolist():
+            for i in np.flatnonzero(num_tokens > 1).tolist() if self.checkpointer is None else ():
                 self.sharing.offer(self.request_at(int(slots[i])), state, int(num_tokens[i]))
             admitted = self._admit(budget)
         if admitted:
@@ -162,7 +175,7 @@ class Scheduler:
             slots, num_tokens = slots[active], num_tokens[active]
         if not len(slots):
             return None
-        plan = build_plan(state, slots, num_tokens, self.pool.page_size)
+        plan = build_plan(state, slots, num_tokens, self.pool.page_size, self.states)
         plan.admitted, plan.preempted = admitted, preempted
         self._in_flight = plan
         self.stats.num_steps += 1
@@ -180,9 +193,14 @@ class Scheduler:
         state.computed[plan.slots] = after
         state.work[plan.slots] += plan.num_tokens
         self.stats.computed_tokens += plan.num_rows
-        if self.cache is not None:
+        if self.checkpointer is not None:
+            for slot in plan.slots[after == state.stop[plan.slots]].tolist():
+                self.checkpointer.reached(self.request_at(slot))
+        elif self.cache is not None:
             for i in np.flatnonzero(after // size > before // size).tolist():
                 self._publish(self.request_at(int(plan.slots[i])), int(after[i]))
+        if any(self._windows):
+            state.leave(plan.slots, self._windows)
         sampled = plan.sample_slots
         known = state.known[sampled]
         state.tokens[sampled, known] = tokens
@@ -242,7 +260,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
         self.stats.preempted_tokens += int(self.state.computed[request.slot])
         request.num_preemptions += 1
-        self._vacate(request)
+        self._vacate(request, preempted=True)
         request.state = RequestState.WAITING
         if request.cursor is not None:
             request.cursor.restart()
@@ -250,7 +268,7 @@ class Scheduler:
 
     def _share_budget(self, slots: Int32) -> Int32:
         """Rows for each running slot: one for each decode, then chunks in order until the budget is spent."""
-        need = self.state.known[slots] - self.state.computed[slots]
+        need = np.minimum(self.state.known[slots], self.state.stop[slots]) - self.state.computed[slots]
         chunks = need > 1
         if not chunks.any():
             return need
@@ -258,7 +276,7 @@ class Scheduler:
         return need
 
     def _chunks(self, slots: Int32, budget: int) -> Int32:
-        need = self.state.known[slots] - self.state.computed[slots]
+        need = np.minimum(self.state.known[slots], self.state.stop[slots]) - self.state.computed[slots]
         if self.config.max_chunk_tokens:
             need = np.minimum(need, self.config.max_chunk_tokens)
         return np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
@@ -270,15 +288,18 @@ class Scheduler:
         for request in self._candidates():
             if budget <= 0 or not self.state.num_free:
                 break
-            started = self._try_admit(request)
-            if started:
+            placement = self.admission.place(request, not self.state.num_running)
+            if placement is not None:
+                self._start(request, placement)
                 admitted.append(request)
-                need = int(self.state.known[request.slot] - self.state.computed[request.slot])
+                slot = request.slot
+                need = int(min(self.state.known[slot], self.state.stop[slot]) - self.state.computed[slot])
                 chunk = min(need, budget, self.config.max_chunk_tokens or budget)
                 budget -= chunk
-                self.sharing.offer(request, self.state, chunk)
-                if chunk < need:
-                    self.sharing.expect(request)
+                if self.checkpointer is None:
+                    self.sharing.offer(request, self.state, chunk)
+                    if chunk < need:
+                        self.sharing.expect(request)
             else:
                 blocked.append(request)
                 if request.num_bypassed >= self.config.max_bypass or len(blocked) > self.config.lookahead:
@@ -294,44 +315,16 @@ class Scheduler:
         bound = self.state.num_free + self.config.lookahead + 1
         return [request for request, _ in zip(self.waiting, range(bound), strict=False)]
 
-    def _try_admit(self, request: Request) -> bool:
-        """Attach what is cached or being computed, take pages for the rest, and give the request a slot."""
-        pool, size, groups = self.pool, self.pool.page_size, self.num_groups
-        matched = 0
-        offered = None
-        if self.cache is not None:
-            if request.cursor is None or request.cursor.epoch.over:
-                request.cursor = self.cache.cursor(request.namespace)
-            matched = self.cache.seek(request.cursor, request.known) // size
-            offered = self.sharing.follow(request)
-        num_offered = offered.shape[1] if offered is not None else 0
-        if self.sharing.awaits(request, matched + num_offered):
-            return False
-        fresh = (-(-len(request.known) // size) - matched - num_offered) * groups
-        spare = int(self.config.watermark * pool.num_pages) if self.state.num_running else 0
-        if fresh + spare > pool.num_available:
-            return False
-        columns = np.zeros((groups, 0), np.int32)
-        if self.cache is not None and request.cursor is not None:
-            if matched and fresh + spare + self.cache.idle_pages(request.cursor) > pool.num_available:
-                return False
-            columns = self.cache.take(request.cursor)
-        if offered is not None:
-            pool.share(offered.ravel())
-            columns = np.concatenate([columns, offered], axis=1)
-        try:
-            own = pool.alloc(fresh).reshape(groups, -1)
-        except OutOfPages:  # idle pages whose children are in use cannot be evicted
-            pool.release(columns.ravel())
-            return False
-        self._start(request, np.concatenate([columns, own], axis=1), (matched + num_offered) * size)
-        return True
-
-    def _start(self, request: Request, pages: Int32, matched: int) -> None:
+    def _start(self, request: Request, placement: Placement) -> None:
+        matched = placement.matched
         self.waiting.remove(request)
-        request.slot = self.state.place(request, pages, matched)
+        request.slot = self.state.place(request, placement.pages, matched)
         request.state = RequestState.RUNNING
         request.num_bypassed = 0
+        if self.states is not None and placement.snapshot is not None:
+            self.states.restore(request.slot, placement.snapshot)
+        if self.checkpointer is not None:
+            self.checkpointer.begin(request, matched)
         if request.num_preemptions:
             request.num_reattached_tokens += matched
             self.stats.reattached_tokens += matched
@@ -341,7 +334,10 @@ class Scheduler:
         self.stats.prompt_tokens += request.num_prompt
         self.stats.cached_tokens += matched
         if self.cache is not None and request.cursor is not None:
-            self.cache.count(request.cursor, request.num_prompt)
+            if self.checkpointer is not None:
+                self.cache.count_checkpoint(request.num_prompt, matched)
+            else:
+                self.cache.count(request.cursor, request.num_prompt, placement.rows)
 
     def _publish(self, request: Request, computed: int) -> None:
         """Enter the pages that this step filled; where another request was first, use its page instead."""
@@ -352,13 +348,20 @@ class Scheduler:
         tokens = state.tokens[slot, :computed]
         for column, pages in self.cache.publish(cursor, tokens, state.page_table[:, slot, :full]):
             old = state.page_table[:, slot, column].copy()
-            self.pool.share(pages)
+            self.pool.share(pages[pages >= 0])
             state.page_table[:, slot, column] = pages
-            self.pool.release(old)
+            self.pool.release(old[old >= 0])
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, preempted: bool = False) -> None:
         check(self._in_flight is None, "a running request was ended or preempted between schedule() and commit()")
         self.sharing.settle([request])
+        if self.checkpointer is not None:
+            self.checkpointer.leave(request, preempted)
+        elif self.cache is not None and self.cache.exact and request.cursor is not None:
+            slot = request.slot
+            computed = int(self.state.computed[slot])
+            last = self.state.page_table[:, slot, computed // self.pool.page_size]
+            self.cache.publish_tail(request.cursor, self.state.tokens[slot, :computed], last.copy())
         request.num_computed_tokens += int(self.state.work[request.slot])
         request.known = self.state.vacate(request.slot)
         request.slot = -1
@@ -379,7 +382,11 @@ class Scheduler:
         queued = {r.id for r in self.waiting}
         check(not placed & queued, "a request is both waiting and running")
         check(placed | queued == set(self.requests), "the live requests are not those waiting and running")
+        if self.checkpointer is not None:
+            self.checkpointer.check()
         refs = self.pool.held.astype(np.int32)
+        if self.cache is not None:
+            refs += self.cache.pins.refs()
         for slot in self.state.running.tolist():
-            refs[self.state.pages(slot).ravel()] += 1
+            refs[self.state.page_ids(slot)] += 1
         check(bool((refs == self.pool.refs).all()), "references and page tables do not add up")

@@ -8,6 +8,8 @@ from paged.errors import check
 from paged.kv.pages import PagePool
 from scheduler.request import Int32, Request
 
+NO_STOP = 2**31 - 1
+
 
 class Slots:
     """Per-slot arrays, so that a step over many requests is a few vectorised operations.
@@ -20,13 +22,16 @@ class Slots:
     min_known   int32 [num_slots]                       `known` below which end ids do not end it
     end_ids     int32 [num_slots, width]                padded with -1
     arrival     int64 [num_slots]                       order of submission
+    stop        int32 [num_slots]                       `computed` at which a step must pause (NO_STOP: nowhere)
     work        int32 [num_slots]                       rows computed since the request was placed
     num_pages   int32 [num_slots]                       columns in use
-    page_table  int32 [num_groups, num_slots, columns]
+    page_table  int32 [num_groups, num_slots, columns]  -1: given back, since no window reaches there any more
+    left        int32 [num_groups, num_slots]           leading columns that were given back
     running     int32 [num_running]                     slots in order of admission
 
     Invariants (`check()`): `running` and the free slots partition the slots; computed < known for each running
-    slot; each has exactly the pages of its known tokens; no page id stands twice in one slot; every page is live.
+    slot; each has exactly the pages of its known tokens; no page id stands twice in one slot; every page is live; the
+    columns given back are the first `left` of their group.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int, pool: PagePool, num_groups: int) -> None:
@@ -40,9 +45,11 @@ class Slots:
         self.min_known = np.zeros(num_slots, np.int32)
         self.end_ids = np.full((num_slots, 1), -1, np.int32)
         self.arrival = np.zeros(num_slots, np.int64)
+        self.stop = np.full(num_slots, NO_STOP, np.int32)
         self.work = np.zeros(num_slots, np.int32)
         self.num_pages = np.zeros(num_slots, np.int32)
         self.page_table = np.zeros((num_groups, num_slots, columns), np.int32)
+        self.left = np.zeros((num_groups, num_slots), np.int32)
         self.running = np.zeros(0, np.int32)
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -76,6 +83,7 @@ class Slots:
         self.arrival[slot] = request.arrival
         self.num_pages[slot] = pages.shape[1]
         self.page_table[:, slot, : pages.shape[1]] = pages
+        self.left[:, slot] = (pages < 0).sum(axis=1)
         self.requests[slot] = request
         self.running = np.append(self.running, np.int32(slot))
         return slot
@@ -84,10 +92,29 @@ class Slots:
         """The page ids of a slot, int32 [num_groups, columns]; a view."""
         return self.page_table[:, slot, : self.num_pages[slot]]
 
+    def page_ids(self, slot: int) -> Int32:
+        """Every page that a slot holds, int32 [n]; a copy, without the places that were given back."""
+        pages = self.pages(slot)
+        return pages[pages >= 0]
+
+    def leave(self, slots: Int32, windows: tuple[int, ...]) -> None:
+        """Give back the pages of `slots` that lie wholly outside the window of their group. O(slots + pages)."""
+        for group, window in enumerate(windows):
+            if not window:
+                continue
+            first = np.maximum(0, self.computed[slots] - window + 1) // self.pool.page_size
+            for i in np.flatnonzero(first > self.left[group, slots]).tolist():
+                slot, end = int(slots[i]), int(first[i])
+                columns = self.page_table[group, slot, self.left[group, slot] : end]
+                ids = np.array(columns[::-1], np.int32)  # of pages that leave together the deepest goes first
+                columns[:] = -1
+                self.left[group, slot] = end
+                self.pool.release(ids)
+
     def vacate(self, slot: int) -> Int32:
         """Free the slot and return a copy of its known tokens; its pages go back to the pool."""
         known = np.array(self.tokens[slot, : self.known[slot]], np.int32)
-        self.pool.release(self.pages(slot).ravel())
+        self.pool.release(self.page_ids(slot))
         self.num_pages[slot] = 0
         self.requests[slot] = None
         self.running = self.running[self.running != slot]
@@ -103,7 +130,10 @@ class Slots:
         for slot in running:
             known, computed = int(self.known[slot]), int(self.computed[slot])
             check(0 <= computed < known <= self.tokens.shape[1], f"slot {slot}: {computed} of {known} computed")
-            pages = self.pages(slot).ravel()
+            pages = self.page_ids(slot)
+            for group, left in enumerate(self.left[:, slot].tolist()):
+                gone = self.pages(slot)[group] < 0
+                check(bool(gone[:left].all()) and not gone[left:].any(), f"slot {slot}: not the pages of its window")
             check(len(np.unique(pages)) == len(pages), f"a page stands twice in slot {slot}")
             check(int(self.pool.refs[pages].min()) >= 1, f"slot {slot} holds a freed page")
             want = -(-known // size)

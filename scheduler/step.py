@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paged.kv.state import StatePool
 from paged.models.base import ForwardBatch
 from scheduler.request import Int32, Request
 from scheduler.slots import Slots
@@ -34,7 +35,9 @@ class StepPlan:
         return len(self.batch.tokens)
 
 
-def build_plan(state: Slots, slots: Int32, num_tokens: Int32, page_size: int) -> StepPlan:
+def build_plan(
+    state: Slots, slots: Int32, num_tokens: Int32, page_size: int, states: StatePool | None = None
+) -> StepPlan:
     """The plan that computes the next `num_tokens[i]` tokens of each of `slots`. O(rows + pages), vectorised.
 
     Every array is a copy: the scheduler's own state may move on while a device still reads the plan.
@@ -53,4 +56,6 @@ def build_plan(state: Slots, slots: Int32, num_tokens: Int32, page_size: int) ->
     tables = state.page_table[:, slots, :columns]
     done = ends == state.known[slots]
     batch = ForwardBatch(tokens, q_indptr, ends, np.ascontiguousarray(tables), (q_indptr[1:] - 1)[done])
+    if states is not None:  # a request's slot is also that of its state
+        batch.state_slots, batch.states = slots.copy(), states
     return StepPlan(slots, num_tokens, batch, slots[done], ends[done])

@@ -13,9 +13,10 @@ class PageTable:
     """Page ids of one sequence, int32 `[num_groups, num_pages]`; position p lies in column `p // page_size`.
 
     `ensure` is the only place that takes pages. A fork shares every page; `ensure` copies a shared page before
-    rows are written into it, so a full page never changes and a partial page has one writer.
+    rows are written into it, so a full page never changes and a partial page has one writer. Where a page lies wholly
+    outside its group's sliding window it can be given back (`leave`): its place then reads -1.
 
-    Invariants (`check()`): each id is live and stands once in the table.
+    Invariants (`check()`): each id is live and stands once in the table; the places left are the first of their group.
     """
 
     def __init__(self, pool: PagePool, num_groups: int = 1) -> None:
@@ -35,6 +36,11 @@ class PageTable:
     def rows(self) -> Int32:
         """The table itself, `[num_groups, num_pages]`; not to be written to."""
         return self._rows
+
+    @property
+    def ids(self) -> Int32:
+        """Every page of the table, int32 [n]; a copy, without the places that are left."""
+        return self._rows[self._rows >= 0]
 
     def ensure(self, start: int, end: int) -> None:
         """Make positions `start <= p < end` writable: add the missing columns and copy a shared partial page first.
@@ -72,10 +78,10 @@ class PageTable:
     def replace(self, column: int, ids: Int32) -> None:
         """Put pages `ids [num_groups]` with equal contents into `column`; the references move as well."""
         old = self._rows[:, column].copy()
-        self.pool.share(ids)
+        self.pool.share(ids[ids >= 0])
         self._rows = self._rows.copy()
         self._rows[:, column] = ids
-        self.pool.release(old)
+        self.pool.release(old[old >= 0])
 
     def slot(self, position: int, group: int = 0) -> int:
         """Where a position lies: page id * page_size + offset, in 64 bits."""
@@ -85,7 +91,7 @@ class PageTable:
     def fork(self) -> PageTable:
         """A table over the same pages, each with one more reference. O(pages), copies nothing."""
         other = PageTable(self.pool, self.num_groups)
-        self.pool.share(self._rows.ravel())
+        self.pool.share(self.ids)
         other._rows = self._rows
         return other
 
@@ -93,7 +99,23 @@ class PageTable:
         """Give back the columns from `num_pages` on. O(pages)."""
         ids = self._rows[:, num_pages:].ravel()
         self._rows = np.ascontiguousarray(self._rows[:, :num_pages])
-        self.pool.release(ids)
+        self.pool.release(ids[ids >= 0])
+
+    def leave(self, position: int, windows: tuple[int, ...]) -> None:
+        """Give back what no query at `position` or later sees: pages wholly outside the window of their group.
+
+        `windows[g]` counts the query itself; 0: group g sees everything. O(pages given back).
+        """
+        for group, window in enumerate(windows):
+            if not window:
+                continue
+            first = max(0, position - window + 1) // self.pool.page_size
+            ids = self._rows[group, :first]
+            ids = ids[ids >= 0][::-1].copy()  # of pages that leave together the deepest goes first
+            if len(ids):
+                self._rows = self._rows.copy()  # earlier readers keep the table they were given
+                self._rows[group, :first] = -1
+                self.pool.release(ids)
 
     def release(self) -> None:
         """Give every page back and be empty; a second call does nothing."""
@@ -101,6 +123,8 @@ class PageTable:
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""
-        ids = self._rows.ravel()
+        ids = self.ids
+        left = self._rows < 0
+        check(bool((left[:, 1:] <= left[:, :-1]).all()), "a page behind the window was given up before one in front")
         check(len(np.unique(ids)) == len(ids), "a page stands twice in one table")
         check(not len(ids) or int(self.pool.refs[ids].min()) >= 1, "a table holds a freed page")

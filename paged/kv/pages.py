@@ -13,6 +13,7 @@ from paged.errors import OutOfPages, UnsupportedShape, check
 
 if TYPE_CHECKING:
     from paged.kv.storage import PageStorage
+    from paged.spec import StateSpec
 
 Int32 = npt.NDArray[np.int32]
 
@@ -49,6 +50,7 @@ class PagePool:
         self.page_size = page_size
         self.storage = storage
         self.fingerprint = ""  # of the model whose rows the pages hold: part of every prefix chain's root
+        self.state_spec: StateSpec | None = None  # of that model: where it has recurrent state, pages are not all
         self.max_pages = max(num_pages, max_pages or 0)
         self.refs: Int32 = np.zeros(num_pages, np.int32)
         self.held = np.zeros(num_pages, np.bool_)
@@ -100,6 +102,8 @@ class PagePool:
             raise ValueError(f"the number of pages must be 0 or more, got {n}")
         self._collect()
         if n > self._num_free:
+            if n > self.num_available and self.reclaim is not None:
+                self.reclaim(0)  # what is pinned may have expired
             if n > self.num_available:
                 raise OutOfPages(
                     f"{n} pages were asked for, {self.num_available} of {self.num_pages} are free or evictable"

@@ -104,6 +104,7 @@ class LanguageModel:
             num_pages = 4 * self.spec.num_groups * -(-self.max_seq_len // page_size)
         pool = PagePool(num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device))
         pool.fingerprint = self.fingerprint
+        pool.state_spec = self.state_spec
         return pool
 
     def create_state_pool(self, num_slots: int = 1) -> StatePool | None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from paged.errors import check
 from paged.prefix.hashing import Int32, PageHash, extend_keys, root_hash
+from paged.prefix.siblings import Siblings
 
 NO_NODE = -1
+NO_PAGE = -1
 
 
-@dataclass(slots=True)
 class Epoch:
-    """The time between two clearings of an index. Rows computed in one that is over may be those of other weights."""
+    """The time between two clearings of a namespace. Rows computed in one that is over may be of other weights."""
 
-    over: bool = False
+    __slots__ = ("__weakref__", "over")
+
+    def __init__(self) -> None:
+        self.over = False
 
 
 @dataclass(slots=True)
@@ -58,8 +63,12 @@ class PrefixIndex:
     for its namespace. A look-up goes key by key through the dictionary and then compares parents and tokens of the
     whole run at once, so a hash never decides.
 
+    A node with fewer than page_size `rows` is a tail: the last, partial page of a donation, which never has children.
+    A node may lack the page of a group with a sliding window (NO_PAGE): then a prefix can continue through it, and a
+    match can end behind it only as far away as the window reaches.
+
     Invariants (`check()`): each key leads to a live node and back; the key is the hash of the parent's key and the
-    node's tokens; parents are live; children counts are exact; no page id stands twice.
+    node's tokens; parents are live and full; children counts are exact; no page id stands twice; those of `siblings`.
     """
 
     def __init__(self, page_size: int, num_groups: int, hash_page: PageHash, num_pages: int = 64) -> None:
@@ -69,7 +78,9 @@ class PrefixIndex:
         self.by_key: dict[Hashable, int] = {}
         self.keys: list[Hashable] = []
         self.tick = 0
-        self.epoch = Epoch()
+        self.num_pages = 0  # page ids in all nodes
+        self.siblings = Siblings(self)
+        self._epochs: WeakValueDictionary[bytes, Epoch] = WeakValueDictionary()  # of the namespaces with cursors
         self._next_birth = 1
         self._free: list[int] = []
         self._roots: dict[bytes, int] = {}
@@ -85,6 +96,7 @@ class PrefixIndex:
         self.birth = np.full(capacity, -1, np.int64)
         self.last_use = np.zeros(capacity, np.int64)
         self.chain = np.zeros(capacity, np.int64)
+        self.rows = np.zeros(capacity, np.int32)
         self.pages = np.zeros((capacity, self.num_groups), np.int32)
         self.tokens = np.zeros((capacity, self.page_size), np.int32)
 
@@ -93,7 +105,18 @@ class PrefixIndex:
 
     def cursor(self, namespace: bytes) -> Cursor:
         """A cursor at the root of `namespace`."""
-        return Cursor(namespace, root_hash(namespace), self.epoch)
+        epoch = self._epochs.get(namespace)
+        if epoch is None:
+            epoch = self._epochs[namespace] = Epoch()
+        return Cursor(namespace, root_hash(namespace), epoch)
+
+    def closest(self, cursor: Cursor, tokens: Int32) -> tuple[int, int]:
+        """The page right below the cursor that shares most leading tokens with `tokens`, and how many; (-1, 0): none.
+
+        O(log children).
+        """
+        parent = cursor.nodes[-1] if cursor.nodes else self._roots.get(cursor.namespace)
+        return (NO_NODE, 0) if parent is None else self.siblings.closest(parent, tokens[: self.page_size])
 
     def seek(self, cursor: Cursor, tokens: Int32, limit: int) -> int:
         """Move the cursor as deep as the first `limit` pages of `tokens` are cached; returns the pages matched.
@@ -129,7 +152,10 @@ class PrefixIndex:
         return n if good.all() else int(good.argmin())
 
     def add(self, cursor: Cursor, key: Hashable, tokens: Int32, pages: Int32) -> int:
-        """Insert a page below the cursor's last node and move the cursor to it. O(1) amortised."""
+        """Insert a page below the cursor's last node and move the cursor to it. O(log siblings) amortised.
+
+        With fewer tokens than a page it is a tail, and the cursor stays above it.
+        """
         if not self._free:
             self._grow()
         node = self._free.pop()
@@ -144,27 +170,49 @@ class PrefixIndex:
         self.children[node] = 0
         self.birth[node] = self._next_birth
         self.chain[node] = cursor.chain
-        self.pages[node] = pages
-        self.tokens[node] = tokens
-        top = int(pages.max())
-        if top >= len(self.node_of_page):
-            grown = np.full(max(2 * len(self.node_of_page), top + 1), NO_NODE, np.int32)
-            grown[: len(self.node_of_page)] = self.node_of_page
-            self.node_of_page = grown
-        self.node_of_page[pages] = node
-        cursor.nodes.append(node)
-        cursor.births.append(self._next_birth)
+        self.pages[node] = NO_PAGE
+        rows = self.rows[node] = len(tokens)
+        self.tokens[node, :rows] = tokens
+        self.tokens[node, rows:] = -1
+        for group, page in enumerate(pages.tolist()):
+            if page >= 0:
+                self.fill(node, group, page)
+        self.siblings.add(parent, node)
+        if rows == self.page_size:
+            cursor.nodes.append(node)
+            cursor.births.append(self._next_birth)
         self._next_birth += 1
         return node
+
+    def fill(self, node: int, group: int, page: int) -> None:
+        """Give `node` the page of a group that it lacks. O(1) amortised."""
+        if page >= len(self.node_of_page):
+            grown = np.full(max(2 * len(self.node_of_page), page + 1), NO_NODE, np.int32)
+            grown[: len(self.node_of_page)] = self.node_of_page
+            self.node_of_page = grown
+        self.pages[node, group] = page
+        self.node_of_page[page] = node
+        self.num_pages += 1
+
+    def hollow(self, node: int, groups: Int32) -> Int32:
+        """Take the pages of `groups` out of a node that stays; returns their ids."""
+        pages = self.pages[node, groups].copy()
+        self.node_of_page[pages] = NO_NODE
+        self.pages[node, groups] = NO_PAGE
+        self.num_pages -= len(pages)
+        return pages
 
     def remove(self, node: int) -> int:
         """Take a leaf out; returns its parent (negative: it was a first page). O(1)."""
         check(int(self.children[node]) == 0, "a page was evicted whose child stands")
         parent = int(self.parent[node])
+        self.siblings.remove(parent, node)
         del self.by_key[self.keys[node]]
         self.keys[node] = None
         self.birth[node] = -1
-        self.node_of_page[self.pages[node]] = NO_NODE
+        pages = _present(self.pages[node])
+        self.node_of_page[pages] = NO_NODE
+        self.num_pages -= len(pages)
         self._free.append(node)
         if parent >= 0:
             self.children[parent] -= 1
@@ -175,21 +223,50 @@ class PrefixIndex:
                 del self._roots[self._root_of.pop(parent)]
         return parent
 
+    def below(self, namespace: bytes) -> Int32:
+        """Every node of a namespace. O(nodes log depth)."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return np.zeros(0, np.int32)
+        live = np.flatnonzero(self.birth >= 0).astype(np.int32)
+        above: Int32 = np.array(self.parent, np.int32)
+        while (inner := live[above[live] >= 0]).size:
+            above[inner] = above[above[inner]]
+        return live[above[live] == root]
+
+    def drop(self, namespace: bytes) -> Int32:
+        """Forget a namespace at once, in use or not; returns the page ids it held. Its epoch ends."""
+        nodes = self.below(namespace)
+        pages = _present(self.pages[nodes])
+        for node in nodes[np.argsort(-self.birth[nodes])].tolist():  # children are younger than their parents
+            self.remove(node)
+        epoch = self._epochs.pop(namespace, None)
+        if epoch is not None:
+            epoch.over = True
+        return pages
+
     def clear(self) -> Int32:
-        """Forget every node at once; returns the page ids they held. Ticks and births go on, a new epoch begins."""
-        self.epoch.over = True
-        self.epoch = Epoch()
+        """Forget every node at once; returns the page ids they held. Ticks and births go on, all epochs end."""
+        for epoch in list(self._epochs.values()):
+            epoch.over = True
+        self._epochs.clear()
         live = np.flatnonzero(self.birth >= 0)
-        pages = self.pages[live].ravel()
+        pages = _present(self.pages[live])
         self.node_of_page[pages] = NO_NODE
         self.birth[live] = -1
+        self.num_pages = 0
         self.by_key.clear()
+        self.siblings.clear()
         self._roots.clear()
         self._root_children.clear()
         self._root_of.clear()
         self.keys = list[Hashable]([None]) * len(self.birth)
         self._free = list(range(len(self.birth) - 1, -1, -1))
         return pages
+
+    def namespaces(self) -> list[bytes]:
+        """The namespaces that have pages."""
+        return list(self._roots)
 
     def _root(self, namespace: bytes) -> int:
         root = self._roots.get(namespace)
@@ -205,7 +282,7 @@ class PrefixIndex:
         old, used = len(self.keys), self.__dict__.copy()
         new = max(64, 2 * old)
         self._allocate(new)
-        for name in ("parent", "children", "birth", "last_use", "chain", "pages", "tokens"):
+        for name in ("parent", "children", "birth", "last_use", "chain", "rows", "pages", "tokens"):
             getattr(self, name)[:old] = used[name][:old]
         self.keys.extend([None] * (new - old))
         self._free.extend(range(new - 1, old - 1, -1))
@@ -214,8 +291,9 @@ class PrefixIndex:
         """Assert the invariants of the class docstring. O(nodes)."""
         live = np.flatnonzero(self.birth >= 0)
         check(len(live) == len(self.by_key), f"{len(live)} live nodes, {len(self.by_key)} keys")
-        pages = self.pages[live].ravel()
+        pages = _present(self.pages[live])
         check(len(np.unique(pages)) == len(pages), "a page id stands twice in the index")
+        check(len(pages) == self.num_pages, f"{len(pages)} pages in the nodes, counted {self.num_pages}")
         children = np.zeros(len(self.birth), np.int64)
         roots: dict[int, int] = {}
         nodes: list[int] = live.tolist()
@@ -223,16 +301,23 @@ class PrefixIndex:
             parent = int(self.parent[node])
             key = self.keys[node]
             check(self.by_key.get(key, NO_NODE) == node, "a key leads to another node")
-            check(bool((self.node_of_page[self.pages[node]] == node).all()), "a page leads to another node")
+            own = _present(self.pages[node])
+            check(bool((self.node_of_page[own] == node).all()), "a page leads to another node")
             if parent >= 0:
                 check(int(self.birth[parent]) >= 0, "the parent of a cached page is not cached")
                 check(int(self.birth[parent]) < int(self.birth[node]), "a child is older than its parent")
+                check(int(self.rows[parent]) == self.page_size, "a partial page has a child")
                 children[parent] += 1
                 above = self.keys[parent]
             else:
                 roots[parent] = roots.get(parent, 0) + 1
                 above = root_hash(self._root_of[parent])
-            want = self.hash_page(above, self.tokens[node].astype("<i4", copy=False).tobytes())
+            want = self.hash_page(above, self.tokens[node, : self.rows[node]].astype("<i4", copy=False).tobytes())
             check(key == want, "a key is not the hash of its page's tokens")
         check(bool((children[live] == self.children[live]).all()), "a children count is wrong")
         check(roots == self._root_children, "a namespace's count of first pages is wrong")
+        self.siblings.check()
+
+
+def _present(pages: Int32) -> Int32:
+    return pages[pages >= 0].ravel()

@@ -13,6 +13,7 @@ class PrefixStats:
     query_tokens: int = 0  # their tokens
     hit_tokens: int = 0  # tokens that were attached instead of computed
     hit_pages: int = 0
+    partial_hits: int = 0  # prompts that also copied rows of a page that goes on otherwise
     inserted_pages: int = 0
     merged_pages: int = 0  # computed twice; the second copy was given back
     evicted_pages: int = 0

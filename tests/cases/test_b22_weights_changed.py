@@ -66,4 +66,4 @@ def test_without_the_reset_old_rows_would_show(reset: bool) -> None:
     change(engine.model)
     if reset:
         engine.reset_prefix_cache()
-    assert engine.prefix_match_len(PROMPT) == (0 if reset else 48)
+    assert engine.prefix_match_len(PROMPT) == (0 if reset else 49)

@@ -219,7 +219,7 @@ def test_what_cannot_be_had_evicts_nothing() -> None:
     pool.alloc(1)
     with pytest.raises(OutOfPages):
         pool.alloc(5)
-    assert asked == [1]
+    assert asked == [1, 0]  # the second time only to let what is pinned expire
     assert counts(pool) == (0, 1, 4)
 
 

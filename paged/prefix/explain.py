@@ -1,0 +1,89 @@
+"""Why a prompt matches as far as it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paged.prefix.hashing import Int32, extend_keys
+
+if TYPE_CHECKING:
+    from paged.prefix.cache import PrefixCache
+    from paged.prefix.index import Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How far a prompt matches, and why no further.
+
+    reason  "complete"            all but the last token, which the model needs for its logits
+            "too short"           less than a page is left, and only whole pages match
+            "evicted"             what follows was cached and went for room
+            "other namespace"     what follows is cached under another salt, model or codec
+            "outside the window"  what follows is cached, and pages that a sliding window needs before it are gone
+            "state missing"       the prompt shares more with a checkpoint that it leaves early, or that has gone
+            "never cached"        nobody donated these tokens
+    """
+
+    num_tokens: int
+    matched: int
+    reason: str
+    message: str
+
+
+def explain(cache: PrefixCache, prompt: Int32, namespace: str) -> Explanation:
+    """See PrefixCache.explain."""
+    matched = cache.match_len(prompt, namespace)
+    found = _recurrent(cache, prompt, namespace, matched) or _paged(cache, prompt, namespace, matched)
+    return Explanation(len(prompt), matched, *found)
+
+
+def _recurrent(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) -> tuple[str, str] | None:
+    store = cache.checkpoints
+    if store is None:
+        return None
+    if matched >= len(prompt) - 1:
+        return "complete", _complete(prompt)
+    key = cache.namespace_key(namespace)
+    shared = store.common(key, prompt)
+    if shared > matched:
+        return "state missing", (
+            f"{shared} leading tokens are those of a checkpoint, and no state was kept at that position; "
+            f"the deepest one that the prompt passes is at {matched}"
+        )
+    for other in store.namespaces():
+        if other != key and (there := store.find(other, prompt)) is not None and there.num_tokens > matched:
+            return "other namespace", f"a checkpoint of {there.num_tokens} tokens is cached under another namespace"
+    return "never cached", f"no checkpoint opens with token {matched} of this prompt"
+
+
+def _paged(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) -> tuple[str, str]:
+    size, index = cache.pool.page_size, cache.index
+    if matched >= len(prompt) - 1:
+        return "complete", _complete(prompt)
+    cursor = cache.cursor(namespace)
+    whole = max(0, len(prompt) - 1) // size
+    depth = index.seek(cursor, prompt, whole)
+    if depth > matched // size:
+        return "outside the window", (
+            f"{depth * size} tokens are cached, and a page that a sliding window still needs there has been given up"
+        )
+    if depth == whole and matched == depth * size:
+        return "too short", f"{len(prompt) - matched} tokens are left, and a whole page before the last token is {size}"
+    if _next_key(cache, cursor, prompt) in cache.evicted:
+        return "evicted", f"page {depth} (tokens {depth * size} to {depth * size + size - 1}) was evicted for room"
+    for other in index.namespaces():
+        if other != cursor.namespace and index.seek(index.cursor(other), prompt, whole) > depth:
+            return "other namespace", f"token {matched} and what follows is cached under another namespace"
+    return "never cached", f"no cached prefix goes on with token {matched} of this prompt"
+
+
+def _next_key(cache: PrefixCache, cursor: Cursor, prompt: Int32) -> object:
+    size, depth = cache.pool.page_size, len(cursor.nodes)
+    keys = list(cursor.keys)
+    extend_keys(keys, cursor.root, prompt[: (depth + 1) * size], size, cache.index.hash_page)
+    return keys[depth] if len(keys) > depth else None
+
+
+def _complete(prompt: Int32) -> str:
+    return f"everything but the last of {len(prompt)} tokens is cached; the model needs that one for its logits"

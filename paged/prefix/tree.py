@@ -1,0 +1,388 @@
+"""PageTree: the cached pages of attention layers, how they enter, how they are attached, and which go for room."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from paged.errors import GeometryMismatch, check
+from paged.kv.pages import PagePool
+from paged.ops.dispatch import get_backend
+from paged.prefix.eviction import EvictionPolicy, EvictionQueue, get_policy
+from paged.prefix.hashing import Int32, PageHash, namespace_key
+from paged.prefix.index import NO_PAGE, Cursor, PrefixIndex
+from paged.prefix.stats import PrefixChain, PrefixStats
+
+_REMEMBERED = 65_536  # keys of evicted pages that `explain` still knows
+
+
+class PageTree:
+    """The page part of a PrefixCache: a PrefixIndex over one pool, and the rules of who holds what in it.
+
+    An entry is one reference to each of its pages; a page that a sequence also uses stays alive when its entry goes.
+    Room is made by evicting leaves only, so a cached page's whole prefix is always cached. The one exception are
+    pages of groups with a sliding window: once no sequence uses such a page it may go alone, and its node stays, for
+    what lies below needs it only within the window.
+
+    Invariants (`check()`): those of the index; the pool's `held` flags are exactly the index's pages; every idle leaf
+    can be evicted, and so can every idle page of a windowed group; a page of a full group that is in use has its whole
+    prefix in use, so every idle page can be had by evicting; each chain's live pages are those in the index; no more
+    than `max_pages` pages are held.
+    """
+
+    def __init__(self, pool: PagePool, max_pages: int, policy: str | EvictionPolicy, hash_page: PageHash) -> None:
+        if max_pages < 0:
+            raise ValueError(f"max_pages must be 0 (no bound) or more, got {max_pages}")
+        if pool.held.any():
+            raise GeometryMismatch("this pool already serves a prefix cache; release() that one first")
+        self.pool = pool
+        self.max_pages = max_pages
+        spec = pool.storage.spec if pool.storage is not None else None
+        self.num_groups = spec.num_groups if spec is not None else 1
+        windows = spec.windows if spec is not None else (0,)
+        self._windowed: Int32 = np.flatnonzero(windows).astype(np.int32)  # groups with a window
+        self._full: Int32 = np.flatnonzero(np.equal(windows, 0)).astype(np.int32)
+        self._windows = windows
+        self.index = PrefixIndex(pool.page_size, self.num_groups, hash_page, pool.num_pages)
+        self.queue = EvictionQueue(self.index, get_policy(policy))
+        self.stats = PrefixStats()
+        self.evicted: dict[object, None] = {}  # keys of pages that went for room, oldest first
+        self._chains: dict[int, PrefixChain] = {}
+        self._next_chain = 1
+        pool.reclaim = self._reclaim
+        pool.on_idle = self._on_idle
+
+    # A cursor for each sequence -------------------------------------------------------------------------------
+
+    def namespace_key(self, namespace: str = "", **fields: object) -> bytes:
+        """The root of a namespace's chains: the caller's salt, further `fields` (adapter=...), the model, the codec."""
+        storage = self.pool.storage
+        codec = storage.codec.name if storage is not None else ""
+        return namespace_key(model=self.pool.fingerprint, codec=codec, salt=namespace, **fields)
+
+    def cursor(self, namespace: str = "", **fields: object) -> Cursor:
+        """A cursor at the root of a namespace: `namespace` is the caller's salt, `fields` (adapter=...) add to it."""
+        return self.index.cursor(self.namespace_key(namespace, **fields))
+
+    def seek(self, cursor: Cursor, prompt: Int32) -> int:
+        """How many leading tokens of `prompt` are cached (whole pages, one token short of it). Touches nothing.
+
+        Called again with the same cursor, it costs only what has changed.
+        """
+        limit = max(0, len(prompt) - 1) // self.pool.page_size
+        depth = self.index.seek(cursor, prompt, limit)
+        if depth and len(self._windowed):
+            depth = self._within_windows(cursor)
+            del cursor.nodes[depth:], cursor.births[depth:]
+        return depth * self.pool.page_size
+
+    def partial(self, cursor: Cursor, prompt: Int32) -> tuple[int, int]:
+        """The page below the cursor that shares most leading rows with the rest of `prompt`, and how many rows.
+
+        (-1, 0) where there is none. One token of the prompt is always left over. Touches nothing. O(log siblings).
+        """
+        rest = prompt[len(cursor.nodes) * self.pool.page_size : len(prompt) - 1]
+        node, rows = self.index.closest(cursor, rest)
+        if node >= 0 and len(self._windowed) and int(self.index.pages[node].min()) < 0:
+            return -1, 0
+        return node, rows
+
+    def _within_windows(self, cursor: Cursor) -> int:
+        """How many of the cursor's pages can be attached: those in the windows of the next token must be there."""
+        depths = np.arange(1, len(cursor.nodes) + 1, dtype=np.int32)
+        usable = np.ones(len(depths), np.bool_)
+        for group in self._windowed.tolist():
+            there = self.index.pages[cursor.nodes, group] >= 0
+            run = depths - np.maximum.accumulate(np.where(there, 0, depths))  # pages up to here without a gap
+            usable &= run >= depths - self._first_columns(group, depths)
+        return int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
+
+    def _first_columns(self, group: int, depths: Int32) -> Int32:
+        """The first page that a query behind `depths` pages still sees in a windowed group."""
+        size = self.pool.page_size
+        return np.maximum(0, depths * size - self._windows[group] + 1) // size
+
+    def idle_pages(self, cursor: Cursor) -> int:
+        """Pages below the cursor that only the cache holds: attaching them makes them live. O(pages)."""
+        pages = self._columns(cursor)
+        return int(np.count_nonzero(self.pool.refs[pages[pages >= 0]] == 1))
+
+    def take(self, cursor: Cursor) -> Int32:
+        """Attach the pages that the cursor stands on: int32 [num_groups, pages], one reference to each taken.
+
+        What no window reaches any more is not taken and reads NO_PAGE (-1).
+        """
+        pages = self._columns(cursor)
+        self.pool.share(pages[pages >= 0])
+        return pages
+
+    def _columns(self, cursor: Cursor) -> Int32:
+        pages = np.ascontiguousarray(self.index.pages[np.array(cursor.nodes, np.int32)].T)
+        for group in self._windowed.tolist():
+            pages[group, : int(self._first_columns(group, np.array([len(cursor.nodes)], np.int32))[0])] = NO_PAGE
+        return pages
+
+    def take_rows(self, node: int) -> Int32:
+        """A reference to each page of a partial match, so that it stays while the caller allocates; see `copy_rows`."""
+        pages = self.index.pages[node].copy()
+        self.pool.share(pages)
+        return pages
+
+    def copy_rows(self, pages: Int32, into: Int32) -> None:
+        """Copy the pages that `take_rows` gave into the caller's own pages, and drop the references to them."""
+        try:
+            storage = self.pool.storage
+            if storage is not None:
+                get_backend(storage.device).copy_pages(storage, pages, into)
+        finally:
+            self.pool.release(pages)
+
+    def count(self, cursor: Cursor, num_tokens: int, rows: int = 0) -> None:
+        """Count one prompt of `num_tokens` tokens whose pages, and `rows` of the next one, were just taken."""
+        stats = self.stats
+        stats.num_queries += 1
+        stats.query_tokens += num_tokens
+        stats.hit_tokens += rows
+        stats.partial_hits += rows > 0
+        if cursor.nodes:
+            stats.hit_pages += len(cursor.nodes) * self.num_groups
+            stats.hit_tokens += len(cursor.nodes) * self.pool.page_size
+            chain = self._chains.get(int(self.index.chain[cursor.nodes[-1]]))
+            if chain is not None:
+                chain.num_hits += 1
+                chain.last_hit_at = time.time()
+
+    # Pages in -------------------------------------------------------------------------------------------------
+
+    def publish(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> list[tuple[int, Int32]]:
+        """Enter the computed pages `pages [num_groups, n]`, which hold `tokens[: n * page_size]`, below the cursor.
+
+        Pages up to the cursor's depth are known already. Returns (column, page ids) for each page that another
+        sequence published first: the caller puts those ids into its table and drops its own copy. O(new pages).
+        NO_PAGE stands for what a window left behind.
+        """
+        index, stats, size = self.index, self.stats, self.pool.page_size
+        start, end = len(cursor.nodes), pages.shape[1]
+        if end <= start or not self._may_publish(cursor):
+            return []
+        index.seek(cursor, tokens, end)
+        merged: list[tuple[int, Int32]] = []
+        for column in range(start, len(cursor.nodes)):
+            theirs = self._merge(cursor.nodes[column], pages[:, column])
+            if theirs is not None:
+                merged.append((column, theirs))
+        stats.merged_pages += len(merged) * self.num_groups
+        first = len(cursor.nodes)
+        for column in range(first, end):
+            key = cursor.keys[column]
+            if key in index.by_key:  # other tokens have this key, or the same ones elsewhere in the tree
+                stats.num_collisions += 1
+                cursor.closed = True
+                break
+            own = tokens[column * size : (column + 1) * size]
+            if column == first:  # what follows has a new parent, without children
+                self._supersede(cursor, own)
+            self._enter(cursor, key, own, pages[:, column], preview)
+        self._trim(cursor, first)
+        return merged
+
+    def publish_tail(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> None:
+        """Enter the last, partial page `pages [num_groups]` of a sequence that writes no more into it.
+
+        `tokens` is the whole history; the cursor stands on all of its full pages. A prompt that goes on from here
+        copies the page. Nothing happens where a page with these rows is cached already.
+        """
+        index, size = self.index, self.pool.page_size
+        rows = tokens[len(tokens) // size * size :]
+        if not len(rows) or len(cursor.nodes) != len(tokens) // size or not self._may_publish(cursor):
+            return
+        if index.closest(cursor, rows)[1] == len(rows):
+            return
+        parent = cursor.keys[len(cursor.nodes) - 1] if cursor.nodes else cursor.root
+        key = index.hash_page(parent, rows.astype("<i4", copy=False).tobytes())
+        if key in index.by_key:
+            self.stats.num_collisions += 1
+            return
+        self._supersede(cursor, rows)
+        while self.max_pages and self.held_pages + len(pages) > self.max_pages:
+            other = self.queue.pop()
+            if other is None:
+                return
+            self._give_up(other)
+        self._enter(cursor, key, rows, pages, preview)
+
+    def _may_publish(self, cursor: Cursor) -> bool:
+        if not cursor.open:
+            return False
+        if self.pool.on_idle != self._on_idle:
+            raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
+        if cursor.nodes and self.index.birth[cursor.nodes[-1]] != cursor.births[-1]:
+            cursor.closed = True  # its chain was dropped while it ran: a page without its parent is never cached
+            return False
+        return True
+
+    def _merge(self, node: int, ours: Int32) -> Int32 | None:
+        """Give a cached node the pages that it lacks; the pages to use instead of `ours`, if any differs."""
+        theirs = self.index.pages[node]
+        for group in np.flatnonzero((theirs < 0) & (ours >= 0)).tolist():
+            self.index.fill(node, group, int(ours[group]))
+            self.pool.hold(ours[group : group + 1])
+            self._chain_of(node).num_pages += 1
+            self.stats.inserted_pages += 1
+        if ((theirs != ours) & (ours >= 0)).any():
+            return np.where(ours >= 0, theirs, ours)
+        return None
+
+    def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> None:
+        if cursor.chain not in self._chains:
+            self._open_chain(cursor, preview)
+        self.index.add(cursor, key, tokens, pages)
+        own = pages[pages >= 0]
+        self.pool.hold(np.ascontiguousarray(own))
+        self.stats.inserted_pages += len(own)
+        chain = self._chains[cursor.chain]
+        chain.num_tokens += len(tokens)
+        chain.num_pages += len(own)
+
+    def _open_chain(self, cursor: Cursor, preview: str) -> None:
+        cursor.chain = self._next_chain
+        self._chains[cursor.chain] = PrefixChain(cursor.chain, preview, time.time())
+        self._next_chain += 1
+
+    def _supersede(self, cursor: Cursor, tokens: Int32) -> None:
+        """A tail whose rows all stand at the head of the page about to be entered is of no more use."""
+        node, shared = self.index.closest(cursor, tokens)
+        if node >= 0 and shared == self.index.rows[node] < self.pool.page_size and self._idle(node):
+            self._evict(node)
+
+    # Room -----------------------------------------------------------------------------------------------------
+
+    @property
+    def held_pages(self) -> int:
+        """Pool pages that the cache holds a reference to."""
+        return self.index.num_pages
+
+    def chains(self) -> list[PrefixChain]:
+        """Every donation that still has a page in the cache, oldest first."""
+        return list(self._chains.values())
+
+    def _clear(self) -> None:
+        self.pool.unhold(self.index.clear())
+        self.queue.clear()
+        self.evicted.clear()
+        self._chains.clear()
+
+    def _reclaim(self, num_pages: int) -> int:
+        """Evict idle leaves until at least `num_pages` pages became free, or none is left; returns how many did."""
+        freed = 0
+        while freed < num_pages:
+            node = self.queue.pop()
+            if node is None:
+                break
+            freed += self._give_up(node)
+        return freed
+
+    def _give_up(self, node: int) -> int:
+        """What can go of a node that was queued: all of an idle leaf, else its idle pages in windowed groups."""
+        if not self.index.children[node] and self._idle(node):
+            return self._evict(node)
+        if not len(self._windowed):
+            return 0
+        pages = self.index.pages[node, self._windowed]
+        idle = self._windowed[(pages >= 0) & (self.pool.refs[pages] == 1)]
+        return self._unhold(node, self.index.hollow(node, idle)) if len(idle) else 0
+
+    def _evict(self, node: int) -> int:
+        """Take a leaf out; its parent may become the next one to go. Returns the pages that became free."""
+        pages = self.index.pages[node]
+        pages = pages[pages >= 0]
+        if len(self.evicted) >= _REMEMBERED:
+            del self.evicted[next(iter(self.evicted))]
+        self.evicted[self.index.keys[node]] = None
+        parent = self.index.remove(node)
+        freed = self._unhold(node, pages)
+        if parent >= 0 and not self.index.children[parent] and self._idle(parent):
+            self.queue.push(parent)
+        return freed
+
+    def _unhold(self, node: int, pages: Int32) -> int:
+        before = self.pool.num_free
+        self.pool.unhold(pages)
+        self.stats.evicted_pages += len(pages)
+        self._forget(int(self.index.chain[node]), len(pages))
+        return self.pool.num_free - before
+
+    def _forget(self, chain: int, num_pages: int) -> None:
+        record = self._chains.get(chain)
+        if record is not None:
+            record.num_pages -= num_pages
+            if record.num_pages <= 0:
+                del self._chains[chain]
+
+    def _chain_of(self, node: int) -> PrefixChain:
+        chain = int(self.index.chain[node])
+        return self._chains.setdefault(chain, PrefixChain(chain, "", time.time()))
+
+    def _idle(self, node: int) -> bool:
+        pages = self.index.pages[node]
+        if len(self._windowed):
+            pages = pages[pages >= 0]
+        return not len(pages) or int(self.pool.refs[pages].max()) == 1
+
+    def _on_idle(self, ids: Int32) -> None:
+        """Pages `ids` lost their last user: from now on they age, and those that nothing stands on can be evicted."""
+        index = self.index
+        nodes = np.unique(index.node_of_page[ids]) if self.num_groups > 1 else index.node_of_page[ids]
+        index.tick += 1
+        index.last_use[nodes] = index.tick
+        if len(self._windowed):
+            for node in nodes[::-1].tolist():  # of pages that fall idle together the deepest goes first
+                self.queue.push(node)
+            return
+        for node in nodes[index.children[nodes] == 0].tolist():
+            if self.num_groups == 1 or self._idle(node):
+                self.queue.push(node)
+
+    def _trim(self, cursor: Cursor, first: int) -> None:
+        """Hold the bound: idle leaves go first, then the tail that this donation just brought."""
+        if not self.max_pages:
+            return
+        while self.held_pages > self.max_pages:
+            node = self.queue.pop()
+            if node is not None:
+                self._give_up(node)
+            elif len(cursor.nodes) > first and not self.index.children[cursor.nodes[-1]]:
+                cursor.closed = True
+                cursor.births.pop()
+                self._evict(cursor.nodes.pop())
+            else:
+                break
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring. O(pages)."""
+        index = self.index
+        index.check()
+        live = np.flatnonzero(index.birth >= 0)
+        held = np.zeros(self.pool.num_pages, np.bool_)
+        pages = index.pages[live]
+        held[pages[pages >= 0]] = True
+        check(bool((held == self.pool.held).all()), "the pool's held flags are not the cached pages")
+        counts: dict[int, int] = {}
+        for chain, n in zip(index.chain[live].tolist(), (pages >= 0).sum(axis=1).tolist(), strict=True):
+            counts[chain] = counts.get(chain, 0) + n
+        counts = {chain: n for chain, n in counts.items() if n}
+        check(counts == {c.id: c.num_pages for c in self._chains.values()}, "a chain's live pages are wrong")
+        queued = {e[2] for e in self.queue._heap if self.queue._entry[e[2]] == e[1] and index.birth[e[2]] == e[3]}
+        refs = np.where(index.pages >= 0, self.pool.refs[index.pages], 1)  # [nodes, groups]
+        for node in live.tolist():
+            idle_leaf = not index.children[node] and self._idle(node) and (index.pages[node] >= 0).any()
+            check(not idle_leaf or node in queued, "an idle leaf cannot be evicted")
+            loose = (refs[node] == 1) & (index.pages[node] >= 0)
+            check(not loose[self._windowed].any() or node in queued, "an idle page behind a window cannot be evicted")
+        check(not (index.pages[live][:, self._full] < 0).any(), "a page of a group without a window is missing")
+        below = live[index.parent[live] >= 0]
+        used = refs[:, self._full] > 1
+        idle_above = used[below].any(axis=1) & ~used[index.parent[below]].all(axis=1)
+        check(not idle_above.any(), "a page is in use and its parent is not")
+        check(not self.max_pages or self.held_pages <= self.max_pages, "more pages are held than max_pages")

@@ -1,0 +1,128 @@
+"""Admission: what a waiting request can attach, and whether the pool holds the rest of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged.errors import OutOfPages
+from paged.kv.pages import PagePool
+from paged.kv.state import StateSnapshot
+from paged.prefix.cache import PrefixCache
+from scheduler.checkpointer import Checkpointer
+from scheduler.config import SchedulerConfig
+from scheduler.request import Int32, Request
+from scheduler.sharing import StepSharing
+
+
+@dataclass(slots=True)
+class Placement:
+    """Pages taken for a request, int32 [num_groups, columns]: its first `matched` tokens are computed in them.
+
+    `rows` of these lie in a page that was copied; `snapshot` is the recurrent state after them.
+    """
+
+    pages: Int32
+    matched: int
+    rows: int = 0
+    snapshot: StateSnapshot | None = None
+
+
+class Admission:
+    """Takes pages for one request: those that are cached, or computed in this very step, and fresh ones for the rest.
+
+    It takes all or nothing, and leaves `watermark` of the pool free unless nothing runs.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        config: SchedulerConfig,
+        cache: PrefixCache | None,
+        num_groups: int,
+        sharing: StepSharing,
+        checkpointer: Checkpointer | None,
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.cache = cache
+        self.num_groups = num_groups
+        self.sharing = sharing
+        self.checkpointer = checkpointer
+
+    def place(self, request: Request, alone: bool) -> Placement | None:
+        """Pages for all known tokens of `request`, or None: it must wait. `alone`: nothing runs."""
+        spare = 0 if alone else int(self.config.watermark * self.pool.num_pages)
+        if self.cache is None:
+            return self._fill(request, Placement(np.zeros((self.num_groups, 0), np.int32), 0), spare)
+        if request.cursor is None or request.cursor.epoch.over:
+            request.cursor = self.cache.cursor(request.namespace)
+        if self.checkpointer is not None:
+            return self._from_checkpoint(self.checkpointer, request, spare)
+        return self._from_pages(self.cache, request, spare)
+
+    def _from_pages(self, cache: PrefixCache, request: Request, spare: int) -> Placement | None:
+        cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, self.num_groups
+        assert cursor is not None
+        matched = cache.seek(cursor, request.known)
+        offered = self.sharing.follow(request)
+        columns = matched // size + (0 if offered is None else offered.shape[1])
+        if self.sharing.awaits(request, columns):
+            return None
+        node, rows = (-1, 0)
+        if cache.exact and offered is None:
+            node, rows = cache.partial(cursor, request.known)
+        fresh = (-(-len(request.known) // size) - columns) * groups
+        room = pool.num_available - fresh - spare - (cache.idle_pages(cursor) if matched else 0)
+        if room < 0:
+            return None
+        if room < groups:
+            rows = 0  # the page to copy from may have to go to make room
+        pages = cache.take(cursor)
+        if offered is not None:
+            pool.share(offered.ravel())
+            pages = np.concatenate([pages, offered], axis=1)
+        source = cache.take_rows(node) if rows else None
+        try:
+            own = pool.alloc(fresh).reshape(groups, -1)
+        except OutOfPages:  # idle pages whose children are in use cannot be evicted
+            pool.release(pages[pages >= 0])
+            if source is not None:
+                pool.release(source)
+            return None
+        if source is not None:
+            cache.copy_rows(source, own[:, 0].copy())
+        return Placement(np.concatenate([pages, own], axis=1), columns * size + rows, rows)
+
+    def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
+        store, pool, groups = checkpointer.store, self.pool, self.num_groups
+        if checkpointer.awaits(request):
+            return None
+        found = checkpointer.find(request)
+        if found is None:
+            return self._fill(request, Placement(np.zeros((groups, 0), np.int32), 0), spare)
+        whole = found.num_tokens // pool.page_size
+        fresh = (-(-len(request.known) // pool.page_size) - whole) * groups
+        if fresh + spare + store.idle_pages(found) > pool.num_available:
+            return None
+        try:
+            pages = store.attach(found)
+        except OutOfPages:
+            return None
+        placement = self._fill(request, Placement(pages, found.num_tokens, snapshot=found.snapshot), 0)
+        if placement is None:
+            pool.release(pages.ravel())
+        return placement
+
+    def _fill(self, request: Request, placement: Placement, spare: int) -> Placement | None:
+        """Add fresh columns up to the last known token."""
+        fresh = (-(-len(request.known) // self.pool.page_size) - placement.pages.shape[1]) * self.num_groups
+        if fresh + spare > self.pool.num_available:
+            return None
+        try:
+            own = self.pool.alloc(fresh).reshape(self.num_groups, -1)
+        except OutOfPages:
+            return None
+        placement.pages = np.concatenate([placement.pages, own], axis=1)
+        return placement
