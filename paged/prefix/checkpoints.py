@@ -25,7 +25,8 @@ class Checkpoint:
     """Tokens, the pages of their rows and the recurrent state after them: valid at exactly that one position.
 
     An opening is what several conversations begin with, a tail is one conversation's own. Only the store changes a
-    checkpoint, but for `pins`: whoever counts one up keeps it from going to make room, until it is counted down.
+    checkpoint, but for `pins`: whoever counts one up keeps it from making way, until it is counted down, and has a
+    reference to each of its pages meanwhile, so that the pool promises them to nobody.
     """
 
     namespace: bytes
@@ -57,15 +58,14 @@ class CheckpointStore:
 
     Past `max_states` checkpoints, or past `max_state_bytes` bytes of snapshots and of distinct pages (0: no bound),
     the tail used longest ago goes, an opening only when no tail can go; the newest stands even alone over the byte
-    budget, and pinned ones stand. The pool counts the pages of pinned ones among those to be had: what fails with
-    OutOfPages for want of them alone has dropped the others first. `drop`, `drop_namespace` and `clear` heed no pins.
-    Not thread-safe.
+    budget, and pinned ones stand. `drop`, `drop_namespace` and `clear` heed no pins. Not thread-safe.
 
     Invariants (`check()`):
     - a namespace's checkpoints stand in the order of their tokens, no two with the same, and each knows the deepest
       other one that opens it;
     - each is among the tails or the openings, as its kind says, in order of last use;
-    - each has its pages, distinct, and the state of its last position; a partial last page is its own alone;
+    - each has its pages, distinct, and the state of its last position; a partial last page is its own alone, and no
+      sequence has it;
     - the pool holds for the cache whatever page is counted here, and each is counted once a checkpoint;
     - held_pages and num_bytes are what the checkpoints add up to;
     - both budgets hold, unless pins or the newest kept them from it at the last insert.
@@ -108,6 +108,10 @@ class CheckpointStore:
         """Whether it is still kept. O(1)."""
         return checkpoint in self._tails or checkpoint in self._openings
 
+    def namespaces(self) -> list[bytes]:
+        """The namespaces that have checkpoints."""
+        return list(self._by_tokens)
+
     @property
     def held_pages(self) -> int:
         """Distinct pages held."""
@@ -124,7 +128,8 @@ class CheckpointStore:
     def find(self, namespace: bytes, tokens: Int32) -> Checkpoint | None:
         """The deepest checkpoint whose every token opens `tokens` and that is shorter than they are.
 
-        O(log n + tokens compared) for n checkpoints, and a step for each that opens its neighbour but not `tokens`.
+        O(log n + tokens compared) for n checkpoints; and where branches alternate with turns of one conversation, a
+        step for each turn of one branch.
         """
         entries = self._by_tokens.get(namespace)
         if entries is None:
@@ -132,11 +137,14 @@ class CheckpointStore:
         prompt = tokens[: max(0, len(tokens) - 1)]
         # In this order nothing stands between a checkpoint and what it opens but what it opens too: all that open
         # the prompt open the greatest one that is not after the prompt, and stand on its way up.
-        found: Checkpoint | None = next(entries.irange_key(max_key=_order(prompt), reverse=True), None)
-        if found is not None:
-            shared = _common(found.tokens, prompt)
-            while found is not None and len(found.tokens) > shared:
-                found = found.above
+        found = _last_before(_order(prompt), entries)
+        shared = 0 if found is None else _common(found.tokens, prompt)
+        if found is not None and found.above is not None and len(found.above.tokens) > shared:
+            prompt = prompt[:shared]  # many turns of a conversation may lie past it: the order skips them at once
+            found = _last_before(_order(prompt), entries)
+            shared = 0 if found is None else _common(found.tokens, prompt)
+        while found is not None and len(found.tokens) > shared:
+            found = found.above
         return found
 
     def common(self, namespace: bytes, tokens: Int32) -> int:
@@ -149,9 +157,8 @@ class CheckpointStore:
             return 0
         prompt = tokens[: max(0, len(tokens) - 1)]
         key = _order(prompt)
-        before = next(entries.irange_key(max_key=key, reverse=True), None)
-        after = next(entries.irange_key(min_key=key), None)
-        return max(_common(near.tokens, prompt) for near in (before, after) if near is not None)
+        near = (_last_before(key, entries), next(entries.irange_key(min_key=key), None))
+        return max(_common(checkpoint.tokens, prompt) for checkpoint in near if checkpoint is not None)
 
     def stop_at(self, namespace: bytes, tokens: Int32, matched: int, stable_at: int = 0) -> int:
         """Where to stop the prefill of `tokens` in order to leave a checkpoint there, or 0 where a stop buys nothing.
@@ -354,10 +361,6 @@ class CheckpointStore:
         self._num_held += len(new)
         self._holders[ids] += 1
 
-    def namespaces(self) -> list[bytes]:
-        """The namespaces that have checkpoints."""
-        return list(self._by_tokens)
-
     def _enter(self, checkpoint: Checkpoint) -> None:
         self.version += 1
         checkpoint.above = self.find(checkpoint.namespace, checkpoint.tokens)
@@ -412,7 +415,8 @@ class CheckpointStore:
             holders[ids] += 1
         for checkpoint in everyone:
             own = checkpoint.pages[:, checkpoint.num_tokens // size :]
-            check(bool((self.pool.refs[own] == 1).all()), "a sequence has the partial page of a checkpoint")
+            used = self.pool.refs[own] > 1 + checkpoint.pins
+            check(not used.any(), "a sequence has the partial page of a checkpoint")
             check(bool((holders[own] == 1).all()), "two checkpoints have one partial page")
         counted = np.zeros_like(holders)
         counted[: len(self._holders)] = self._holders
@@ -442,6 +446,11 @@ def _common(a: Int32, b: Int32) -> int:
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+def _last_before(key: bytes, entries: SortedKeyList) -> Checkpoint | None:
+    """The last one that stands at `key` or before it."""
+    return next(entries.irange_key(max_key=key, reverse=True), None)
 
 
 def _opened_by(checkpoint: Checkpoint, entries: SortedKeyList) -> Iterator[Checkpoint]:
