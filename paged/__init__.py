@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from paged.kv.page_table import PageTable
     from paged.kv.pages import PagePool
+    from paged.loaders.renderer import ChatRenderer, MarkedPrompt
     from paged.models.registry import load_model
     from paged.prefix.cache import PrefixCache
     from paged.prefix.hashing import page_hash
@@ -46,6 +47,7 @@ _HOME = {
     "Session": "paged.session",
     "SamplingParams": "paged.sampling",
     "load_model": "paged.models.registry",
+    **dict.fromkeys(("ChatRenderer", "MarkedPrompt"), "paged.loaders.renderer"),
     **dict.fromkeys(
         (
             "PagedError",
@@ -70,6 +72,7 @@ _HOME = {
 
 __all__ = [
     "BadLogits",
+    "ChatRenderer",
     "CheckFailed",
     "Closed",
     "DuplicateRequest",
@@ -78,6 +81,7 @@ __all__ = [
     "KVSpec",
     "LoadError",
     "LoopsMismatch",
+    "MarkedPrompt",
     "MissingTensor",
     "NativeMissing",
     "OutOfPages",
