@@ -134,7 +134,7 @@ class CheckpointStore:
         entries = self._by_tokens.get(namespace)
         if entries is None:
             return None
-        prompt = tokens[: max(0, len(tokens) - 1)]
+        prompt = tokens[:-1]
         # In this order nothing stands between a checkpoint and what it opens but what it opens too: all that open
         # the prompt open the greatest one that is not after the prompt, and stand on its way up.
         found = _last_before(_order(prompt), entries)
@@ -155,7 +155,7 @@ class CheckpointStore:
         entries = self._by_tokens.get(namespace)
         if entries is None:
             return 0
-        prompt = tokens[: max(0, len(tokens) - 1)]
+        prompt = tokens[:-1]
         key = _order(prompt)
         near = (_last_before(key, entries), next(entries.irange_key(min_key=key), None))
         return max(_common(checkpoint.tokens, prompt) for checkpoint in near if checkpoint is not None)
@@ -292,7 +292,7 @@ class CheckpointStore:
     def drop_namespace(self, namespace: bytes) -> int:
         """Forget every checkpoint of a namespace; returns how many there were."""
         entries: list[Checkpoint] = list(self._by_tokens.get(namespace, ()))
-        for checkpoint in reversed(entries):  # what it opens has gone before, so none is told of another above it
+        for checkpoint in reversed(entries):  # what one opens goes before it: nothing is left to be told
             self.drop(checkpoint)
         return len(entries)
 
@@ -454,8 +454,8 @@ def _last_before(key: bytes, entries: SortedKeyList) -> Checkpoint | None:
 
 
 def _opened_by(checkpoint: Checkpoint, entries: SortedKeyList) -> Iterator[Checkpoint]:
-    """Those that begin with all tokens of `checkpoint` and go on: they stand right behind it."""
-    for other in entries.irange_key(min_key=_order_of(checkpoint), inclusive=(False, True)):
+    """Those of `entries` that begin with all tokens of `checkpoint`, which is not among them: they would follow it."""
+    for other in entries.irange_key(min_key=_order_of(checkpoint)):
         if _common(checkpoint.tokens, other.tokens) < checkpoint.num_tokens:
             break
         yield other

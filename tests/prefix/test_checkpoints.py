@@ -187,8 +187,10 @@ def test_a_state_at_another_position_keeps_nothing() -> None:
     donor = lab.run(span(0, 7))
     early = lab.states.snapshot(donor.slot)
     donor.eval([7])
+    late = lab.states.snapshot(donor.slot)
     before = lab.pool.refs.copy()
     assert lab.store.insert(b"", ids(*donor.tokens), donor.table.rows, early) is None
+    assert lab.store.insert(b"", ids(*span(0, 7)), donor.table.rows, late) is None
     assert len(lab.store) == 0 and np.array_equal(lab.pool.refs, before)
     assert lab.store.stats == PrefixStats()
     lab.check()
@@ -901,6 +903,7 @@ def test_a_checkpoint_between_two_others_can_come_and_go() -> None:
     assert middle is not None
     assert [found(lab, [*span(0, n), 99]) for n in (3, 5, 6, 8, 9)] == [3, 3, 6, 6, 9]
     lab.store.drop(middle)
+    assert middle.above is None  # whoever still has it keeps no other one in memory
     assert [found(lab, [*span(0, n), 99]) for n in (3, 5, 6, 8, 9)] == [3, 3, 3, 3, 9]
     lab.check()
 
@@ -919,6 +922,19 @@ def test_a_namespace_is_forgotten_whole_and_alone() -> None:
     assert lab.store.stats.checkpoint_evictions == 0
     lab.check()
     assert lab.store.drop_namespace(b"a") == 0
+
+
+def test_clearing_many_that_open_each_other_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(2, 512)
+    pages = lab.pool.alloc(1)[None]
+    lab.pool.max_pages = 200
+    for n in range(1, 17):
+        lab.store.insert(b"", ids(*[5] * n), pages, StateSnapshot(n, {}))
+    assert len(lab.store) == 16
+    monkeypatch.setattr(checkpoints, "_common", lambda a, b: pytest.fail("tokens were compared"))
+    lab.store.clear()
+    assert len(lab.store) == 0
+    lab.store.check()
 
 
 def test_the_version_changes_with_what_can_be_found_and_with_nothing_else() -> None:
