@@ -112,7 +112,7 @@ class Admission:
             return None
         placement = self._fill(request, Placement(pages, found.num_tokens, snapshot=found.snapshot), 0)
         if placement is None:
-            pool.release(pages.ravel())
+            pool.release(pages[pages >= 0])
         return placement
 
     def _fill(self, request: Request, placement: Placement, spare: int) -> Placement | None:

@@ -348,7 +348,6 @@ class Scheduler:
         tokens = state.tokens[slot, :computed]
         for column, pages in self.cache.publish(cursor, tokens, state.page_table[:, slot, :full]):
             old = state.page_table[:, slot, column].copy()
-            self.pool.share(pages[pages >= 0])
             state.page_table[:, slot, column] = pages
             self.pool.release(old[old >= 0])
 

@@ -10,7 +10,7 @@ from paged.prefix.cache import PrefixCache
 from paged.prefix.hashing import page_hash
 from paged.sampling import SamplingParams
 from scheduler.config import SchedulerConfig
-from scheduler.request import Request
+from scheduler.request import PrefillStops, Request
 from scheduler.scheduler import Scheduler
 from scheduler.step import StepPlan
 
@@ -25,24 +25,37 @@ class Driver:
         max_pages: int = 0,
         hash_page=page_hash,
         pool: PagePool | None = None,
+        partial: bool = False,
+        max_states: int = 16,
         **config,
     ) -> None:
         self.model = model or EchoModel()
         self.pool = pool or self.model.create_kv_pool(num_pages, page_size)
-        self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page) if cache else None
-        self.scheduler = Scheduler(
-            self.pool, self.model.max_seq_len, SchedulerConfig(**config), self.cache, self.model.spec.num_groups
-        )
+        self.cache = None
+        if cache:
+            self.cache = PrefixCache(self.pool, max_pages, max_states, partial=partial, hash_page=hash_page)
+        limits = SchedulerConfig(**config)
+        states = self.model.create_state_pool(limits.max_num_seqs)
+        groups = self.model.spec.num_groups
+        self.scheduler = Scheduler(self.pool, self.model.max_seq_len, limits, self.cache, groups, states)
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.plans: list[dict[str, int]] = []  # rows of each request, step by step
 
-    def submit(self, name: str, prompt, max_tokens: int | None = 8, namespace: str = "", **params) -> Request:
+    def submit(
+        self,
+        name: str,
+        prompt,
+        max_tokens: int | None = 8,
+        namespace: str = "",
+        stops: PrefillStops | None = None,
+        **params,
+    ) -> Request:
         ids = np.asarray(prompt, np.int32)
         limit = self.scheduler.fit(len(ids), max_tokens)
         settings = SamplingParams(max_tokens=max_tokens, **params)
         ends = () if settings.ignore_eos else self.model.eos_token_ids
-        request = Request(name, ids, settings, 0, ends, limit, namespace)
+        request = Request(name, ids, settings, 0, ends, limit, namespace, stops=stops or PrefillStops())
         self.scheduler.add(request)
         self.outputs[name] = []
         self.requests[name] = request

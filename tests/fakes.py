@@ -1,8 +1,9 @@
 """Models without weights whose logits depend on every visible row, for tests of accounting.
 
-EchoModel stores each token and its position in its KV rows, and beside them a digest of everything before, and reads
-all of it back through the page tables, so that a wrong, stale, doubled or missing row, or the right tokens after
-another prefix, change its output. `oracle` computes the same logits from the token list alone.
+EchoModel stores each token and its position in its KV rows, and beside them a digest of everything before (in a group
+with a window: of what the window shows), and reads all of it back through the page tables, so that a wrong, stale,
+doubled or missing row, or the right tokens after another prefix, change its output. `oracle` computes the same logits
+from the token list alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from paged.models.base import ForwardBatch, LanguageModel
 from paged.ops.plan import AttendPlan
-from paged.spec import KVSpec
+from paged.spec import KVSpec, StatePlane, StateSpec
 
 _JUNK = np.uint64(0xBAD)  # stands for a row that is not the one it should be
 
@@ -27,7 +28,8 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def row_digest(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    ids = np.nan_to_num(tokens, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int64).astype(np.uint64)
+    with np.errstate(invalid="ignore"):  # rows that nobody wrote may hold anything
+        ids = np.nan_to_num(tokens, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int64).astype(np.uint64)
     return mix(ids * np.uint64(1_000_003) + positions.astype(np.uint64))
 
 
@@ -43,6 +45,15 @@ def prefix_sums(values: np.ndarray) -> np.ndarray:
         return np.cumsum(values, dtype=np.uint64)
 
 
+def seen(values: np.ndarray, window: int) -> np.ndarray:
+    """For each row the sum of what it sees: all rows up to it, or the last `window` of them."""
+    sums = prefix_sums(values)
+    if window:
+        with np.errstate(over="ignore"):
+            sums[window:] -= sums[:-window].copy()
+    return sums
+
+
 def split(digests: np.ndarray) -> np.ndarray:
     """uint64 [n] as four 16-bit numbers [n, 4], which fp32 holds exactly."""
     return np.stack([(digests >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)], axis=1)
@@ -56,8 +67,16 @@ def join(pieces: np.ndarray) -> np.ndarray:
 
 
 class EchoModel(LanguageModel):
-    def __init__(self, vocab_size: int = 97, max_seq_len: int = 4096, num_groups: int = 1, eos: tuple[int, ...] = ()):
-        self.spec = KVSpec(1, 1, 8, num_groups, (0,) * num_groups)
+    def __init__(
+        self,
+        vocab_size: int = 97,
+        max_seq_len: int = 4096,
+        num_groups: int = 1,
+        eos: tuple[int, ...] = (),
+        windows: tuple[int, ...] = (),
+    ):
+        windows = windows or (0,) * num_groups
+        self.spec = KVSpec(1, 1, 8, len(windows), windows)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.eos_token_ids = eos
@@ -73,6 +92,7 @@ class EchoModel(LanguageModel):
         self.num_rows += len(batch.tokens)
         planes = storage.pages[:, 0, 0, 0].numpy()  # [num_pages, page_size, 8]
         digests = np.zeros(len(batch.tokens), np.uint64)
+        windows = self.spec.windows
         for group, plan in enumerate(batch.plans(storage.page_size)):
             page, offset = plan.slots // storage.page_size, plan.slots % storage.page_size
             planes[page, offset, 0] = batch.tokens
@@ -81,12 +101,12 @@ class EchoModel(LanguageModel):
             for s in range(plan.num_seqs):
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
                 rows, good = self._visible(planes, plan, s, group)
-                sums = prefix_sums(np.where(good, self._first(rows[:, 0], np.arange(len(rows))), _JUNK))
+                sums = seen(np.where(good, self._first(rows[:, 0], np.arange(len(rows))), _JUNK), windows[group])
                 planes[page[first:last], offset[first:last], 3:7] = split(sums[len(rows) - (last - first) :])
             for s in range(plan.num_seqs):
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
                 rows, good = self._visible(planes, plan, s, group)
-                sums = prefix_sums(np.where(good, mix(join(rows[:, 3:7])), _JUNK))
+                sums = seen(np.where(good, mix(join(rows[:, 3:7])), _JUNK), windows[group])
                 with np.errstate(over="ignore"):
                     digests[first:last] += sums[len(rows) - (last - first) :]
         return torch.from_numpy(logits_of(digests[batch.logit_rows], self.vocab_size))
@@ -104,9 +124,10 @@ class EchoModel(LanguageModel):
     def oracle(self, tokens) -> np.ndarray:
         """fp32 [vocab_size]: the logits after `tokens`, computed without any page."""
         ids = np.asarray(tokens, np.int64)
+        total, first = np.uint64(0), self._first(ids, np.arange(len(ids)))
         with np.errstate(over="ignore"):
-            total = prefix_sums(mix(prefix_sums(self._first(ids, np.arange(len(ids))))))[-1]
-            total = total * np.uint64(self.spec.num_groups)
+            for window in self.spec.windows:
+                total += seen(mix(seen(first, window)), window)[-1]
         return logits_of(np.array([total], np.uint64), self.vocab_size)[0]
 
     def greedy(self, prompt, max_tokens: int) -> list[int]:
@@ -119,6 +140,39 @@ class EchoModel(LanguageModel):
             tokens.append(token)
             out.append(token)
         return out
+
+
+class EchoHybrid(EchoModel):
+    """An EchoModel with a recurrent state beside its pages: a digest of all tokens, in their order."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.state_spec = StateSpec((StatePlane("digest", (1,), "int64"), StatePlane("carry", (2, 3))))
+        self.fingerprint += "-hybrid"
+
+    def forward(self, batch: ForwardBatch, storage) -> torch.Tensor:
+        assert batch.states is not None and batch.state_slots is not None
+        moved = np.zeros(len(batch.tokens), np.uint64)
+        with batch.states.advance(batch.state_slots, batch.q_indptr, batch.kv_lens) as slots:
+            digests = batch.states.planes["digest"].numpy().view(np.uint64)
+            for s, slot in enumerate(slots.tolist()):
+                rows = slice(int(batch.q_indptr[s]), int(batch.q_indptr[s + 1]))
+                if slot >= 0:
+                    moved[rows] = self._moved(digests[slot, 0], batch.tokens[rows])
+                    digests[slot, 0] = moved[rows][-1]
+                    batch.states.planes["carry"][slot] += 1.0
+        logits = super().forward(batch, storage).numpy()
+        return torch.from_numpy(logits + logits_of(moved[batch.logit_rows], self.vocab_size))
+
+    def _moved(self, start: np.uint64, tokens) -> np.ndarray:
+        """The state after each of `tokens`."""
+        out = np.zeros(len(tokens), np.uint64)
+        for i, token in enumerate(np.asarray(tokens).tolist()):
+            start = out[i] = mix(np.array(start ^ np.uint64(token + 1) ^ np.uint64(self.weights << 32)))
+        return out
+
+    def oracle(self, tokens) -> np.ndarray:
+        return super().oracle(tokens) + logits_of(self._moved(np.uint64(0), tokens)[-1:], self.vocab_size)[0]
 
 
 class ByteTokenizer:

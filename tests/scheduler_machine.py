@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from cache_machine import HASHES
 from driver import Driver
-from fakes import EchoModel
+from fakes import EchoHybrid, EchoModel
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from paged.errors import PromptTooLong
+from scheduler.request import PrefillStops
 
 VOCABULARY = 5
 BASE = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 2, 4, 1, 3, 0, 0, 1, 1, 2, 2]  # prompts open like this, but for the first token
@@ -23,22 +24,28 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         data=st.data(),
-        num_groups=st.integers(1, 3),
+        kind=st.sampled_from([EchoModel, EchoModel, EchoHybrid]),
+        windows=st.lists(st.sampled_from([0, 0, 0, 3, 5, 9]), min_size=1, max_size=3),
+        partial=st.booleans(),
+        states=st.sampled_from([0, 1, 3, 16]),
         room=st.integers(28, 90),
         chunk=st.sampled_from([0, 0, 2, 3]),
         slots=st.integers(1, 5),
         cache=st.sampled_from([True, True, True, False]),
         bound=st.sampled_from([0, 0, 3]),
     )
-    def start(self, data, num_groups: int, room: int, chunk: int, slots: int, cache: bool, bound: int) -> None:
+    def start(self, data, kind, windows, partial, states, room: int, chunk: int, slots: int, cache: bool, bound: int):
         page_size = data.draw(st.sampled_from(self.page_sizes))
-        model = EchoModel(VOCABULARY, num_groups=num_groups, eos=(4,) if room % 2 else ())
+        num_groups = len(windows)
+        model = kind(VOCABULARY, windows=tuple(windows), eos=(4,) if room % 2 else ())
         self.driver = Driver(
             num_pages=-(-room // page_size) * num_groups,
             page_size=page_size,
             cache=cache,
             model=model,
             max_pages=bound * num_groups,
+            partial=partial,
+            max_states=states,
             hash_page=HASHES[data.draw(st.sampled_from(self.hashes))],
             max_num_batched_tokens=data.draw(st.sampled_from(self.budgets)),
             max_num_seqs=slots,
@@ -56,13 +63,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         namespace=st.sampled_from(["", "", "", "other"]),
         twins=st.integers(1, 3),
+        marks=st.lists(st.integers(0, 30), min_size=4, max_size=4),
     )
-    def submit(self, first: int, shared: int, tail: list[int], max_tokens: int, namespace: str, twins: int) -> None:
+    def submit(self, first: int, shared: int, tail: list[int], max_tokens: int, namespace: str, twins: int, marks):
         prompt = [first, *BASE[1:shared], *tail]
+        stops = PrefillStops(*sorted(m if m < len(prompt) else 0 for m in marks))
         for _ in range(twins):
             if len(self.driver.scheduler.requests) < 8:
                 try:
-                    self.driver.submit(f"r{self.count}", prompt, max_tokens, namespace)
+                    self.driver.submit(f"r{self.count}", prompt, max_tokens, namespace, stops)
                 except PromptTooLong:
                     assert len(prompt) >= self.driver.scheduler.capacity
                 self.count += 1

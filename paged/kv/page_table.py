@@ -76,9 +76,11 @@ class PageTable:
         self._rows = np.ascontiguousarray(np.concatenate([self._rows, columns], axis=1))
 
     def replace(self, column: int, ids: Int32) -> None:
-        """Put pages `ids [num_groups]` with equal contents into `column`; the references move as well."""
+        """Put pages `ids [num_groups]` with equal contents into `column`; a reference to each was taken for this table.
+
+        The references to the pages that stood there are dropped.
+        """
         old = self._rows[:, column].copy()
-        self.pool.share(ids[ids >= 0])
         self._rows = self._rows.copy()
         self._rows[:, column] = ids
         self.pool.release(old[old >= 0])

@@ -31,7 +31,7 @@ class Checkpoint:
 
     namespace: bytes
     tokens: Int32  # [n]
-    pages: Int32  # [num_groups, ceil(n / page_size)]; a partial last page is the checkpoint's own
+    pages: Int32  # [num_groups, ceil(n / page_size)]; a partial last page is its own; -1: no window reaches there
     snapshot: StateSnapshot
     opening: bool
     donor: int
@@ -46,6 +46,11 @@ class Checkpoint:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def page_ids(self) -> Int32:
+        """Its distinct pages, int32 [m]; a copy."""
+        return self.pages[self.pages >= 0]
 
 
 class CheckpointStore:
@@ -210,7 +215,7 @@ class CheckpointStore:
             except OutOfPages:
                 self.stats.checkpoints_refused += 1
                 return None
-        self._hold(pages.ravel())
+        self._hold(pages[pages >= 0])
         if n % size:
             self.pool.release(pages[:, -1])  # the reference that the copy came with; the hold stays
         self._tick += 1
@@ -232,13 +237,13 @@ class CheckpointStore:
         if checkpoint not in self:
             raise ValueError(f"the checkpoint of {checkpoint.num_tokens} tokens was dropped; look it up again")
         pages = checkpoint.pages.copy()
-        self.pool.share(pages.ravel())  # all of them: making room for the copy must not drop their checkpoint
+        self.pool.share(checkpoint.page_ids)  # all of them: making room for the copy must not drop their checkpoint
         if checkpoint.num_tokens % self.pool.page_size:
             last = pages[:, -1].copy()
             try:
                 pages[:, -1] = self._copied(last)
             except BaseException:
-                self.pool.release(pages.ravel())
+                self.pool.release(checkpoint.page_ids)
                 raise
             self.pool.release(last)
         self._touch(checkpoint)
@@ -250,7 +255,8 @@ class CheckpointStore:
     def idle_pages(self, checkpoint: Checkpoint) -> int:
         """Pages that only the cache holds and that `attach` would share, which makes them live. O(pages)."""
         whole = checkpoint.num_tokens // self.pool.page_size
-        return int(np.count_nonzero(self.pool.refs[checkpoint.pages[:, :whole]] == 1))
+        pages = checkpoint.pages[:, :whole]
+        return int(np.count_nonzero(self.pool.refs[pages[pages >= 0]] == 1))
 
     # Room -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +270,7 @@ class CheckpointStore:
         for checkpoint in self._victims():
             if freed >= num_pages:
                 break
-            if (self.pool.refs[checkpoint.pages] == 1).any():
+            if (self.pool.refs[checkpoint.page_ids] == 1).any():
                 freed += self._evict(checkpoint)
         return freed
 
@@ -283,7 +289,7 @@ class CheckpointStore:
             del self._by_tokens[checkpoint.namespace]
         del self._by_use(checkpoint)[checkpoint]
         self._snapshot_bytes -= checkpoint.snapshot.num_bytes
-        ids = checkpoint.pages.ravel()
+        ids = checkpoint.page_ids
         self._holders[ids] -= 1
         gone = ids[self._holders[ids] == 0]
         self._num_held -= len(gone)
@@ -336,7 +342,7 @@ class CheckpointStore:
                 f"a checkpoint needs {columns} pages in each of {self.num_groups} groups, got an array {pages.shape}"
             )
         own = np.array(pages[:, :columns], np.int32, order="C")
-        if int(self.pool.refs[own].min()) < 1:
+        if int(self.pool.refs[own[own >= 0]].min(initial=1)) < 1 or int(own[:, -1].min()) < 0:
             raise ValueError("a checkpoint can be made of live pages only, and one of these is free")
         return own
 
@@ -406,7 +412,7 @@ class CheckpointStore:
             check(uses == sorted(set(uses)) and (not uses or uses[-1] <= self._tick), "the order of use is wrong")
         holders = np.zeros(self.pool.num_pages, np.int32)
         for checkpoint in everyone:
-            n, ids = checkpoint.num_tokens, checkpoint.pages.ravel()
+            n, ids = checkpoint.num_tokens, checkpoint.page_ids
             check(n > 0 and checkpoint.snapshot.position == n, "a checkpoint has the state of another position")
             check(
                 checkpoint.pages.shape == (self.num_groups, -(-n // size)), "a checkpoint has too few pages or too many"

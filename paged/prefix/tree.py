@@ -159,8 +159,8 @@ class PageTree:
         """Enter the computed pages `pages [num_groups, n]`, which hold `tokens[: n * page_size]`, below the cursor.
 
         Pages up to the cursor's depth are known already. Returns (column, page ids) for each page that another
-        sequence published first: the caller puts those ids into its table and drops its own copy. O(new pages).
-        NO_PAGE stands for what a window left behind.
+        sequence published first, with a reference taken to each: the caller puts those ids into its table and drops
+        its own copy. O(new pages). NO_PAGE stands for what a window left behind.
         """
         index, stats, size = self.index, self.stats, self.pool.page_size
         start, end = len(cursor.nodes), pages.shape[1]
@@ -171,6 +171,7 @@ class PageTree:
         for column in range(start, len(cursor.nodes)):
             theirs = self._merge(cursor.nodes[column], pages[:, column])
             if theirs is not None:
+                self.pool.share(theirs[theirs >= 0])  # holding the bound, below, must not take it away
                 merged.append((column, theirs))
         stats.merged_pages += len(merged) * self.num_groups
         first = len(cursor.nodes)
@@ -226,13 +227,14 @@ class PageTree:
         """Give a cached node the pages that it lacks; the pages to use instead of `ours`, if any differs."""
         theirs = self.index.pages[node]
         for group in np.flatnonzero((theirs < 0) & (ours >= 0)).tolist():
+            if self.max_pages and self.held_pages >= self.max_pages:
+                break
             self.index.fill(node, group, int(ours[group]))
             self.pool.hold(ours[group : group + 1])
             self._chain_of(node).num_pages += 1
             self.stats.inserted_pages += 1
-        if ((theirs != ours) & (ours >= 0)).any():
-            return np.where(ours >= 0, theirs, ours)
-        return None
+        differs = (theirs != ours) & (theirs >= 0) & (ours >= 0)
+        return np.where(differs, theirs, ours) if differs.any() else None
 
     def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> None:
         if cursor.chain not in self._chains:

@@ -187,16 +187,15 @@ def test_a_copy_survives_growth_of_the_pool() -> None:
 # Moving, cutting, releasing ---------------------------------------------------------------------------------------
 
 
-def test_replace_moves_the_references_as_well() -> None:
+def test_replace_takes_over_a_reference_and_drops_the_old_one() -> None:
     pool = PagePool(8, 4)
     mine, theirs = PageTable(pool), PageTable(pool)
     mine.ensure(0, 8)
     theirs.ensure(0, 8)
+    pool.share(theirs.rows[:, 1])
     mine.replace(1, theirs.rows[:, 1])
     assert mine.rows.tolist() == [[0, 3]]
     assert pool.refs[:4].tolist() == [1, 0, 1, 2]
-    mine.replace(1, mine.rows[:, 1])
-    assert pool.refs[3] == 2
 
 
 def test_append_takes_over_references_that_were_taken_for_it() -> None:
