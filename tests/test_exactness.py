@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from paged import load_model
+from paged.models.config import ModelConfig
+from paged.models.llama import LlamaModel
+from paged.models.tiny import random_tensors, tiny_hf_settings
 from scheduler import Engine, SamplingParams, SchedulerConfig
 
 MAX_TOKENS = 6
@@ -108,9 +111,24 @@ def compare(got: Logits, want: Logits) -> None:
         assert torch.equal(got[key], row), f"request {key[0]}, position {key[1]}: {(got[key] - row).abs().max()}"
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    model = load_model("tiny:llama")
+WINDOWED = ModelConfig.from_hf(
+    tiny_hf_settings(
+        "qwen3",
+        use_sliding_window=True,
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+)
+TINY = {
+    "llama": lambda: load_model("tiny:llama"),
+    "hybrid": lambda: load_model("tiny:hybrid"),
+    "windows": lambda: LlamaModel(WINDOWED, random_tensors(WINDOWED, seed=2).__getitem__),
+}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def tiny(request):
+    model = TINY[request.param]()
     prompts = prompts_of(model.vocab_size)
     return model, prompts, alone(model, prompts)
 
