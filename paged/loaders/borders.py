@@ -80,7 +80,7 @@ class Borders:
                 right = self._spelled[int(first[n])]
             if not right[-1:].isspace():
                 right = _without_last_character(right)
-        while n and not self._control[first[n - 1]] and self._spans(self._before(first, n), right):
+        while n and self._spans(self._before(first, n), right):
             n -= 1
             right = (self._spelled[int(first[n])] + right)[: self._longest]
         return n

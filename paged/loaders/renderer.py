@@ -217,7 +217,7 @@ class ChatRenderer:
             tails = [self._tokenizer.encode(text[cut:], add_special=False) for text in texts]
             begin = len(tokens) - len(tails[0])
             same_start = all(tail[0] == tails[0][0] for tail in tails)
-            if same_start and begin >= 0 and np.array_equal(tokens[begin:], tails[0]):
+            if same_start and np.array_equal(tokens[begin:], tails[0]):
                 return begin, tails
         return 0, [tokens, *(self._encode(text) for text in texts[1:])]
 

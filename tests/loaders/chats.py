@@ -15,6 +15,9 @@ from paged.loaders.renderer import ChatRenderer
 from paged.loaders.tokenizer import Tokenizer
 from paged.loaders.tokenizer_files import tokenizer_from_gguf
 
+# Pieces of which "]@" spans what no probe shows.
+WORDS = ["u", "s", "e", "r", "us", "er", "user", "]@", "@x", "]", "@", ">", "a", "[", ":", " ", "\n", "\n\n", "é", "<"]
+
 CLOSE = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 TURN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + CLOSE
 FIRST = "{{ (messages | selectattr('role', 'equalto', 'user') | first).content }}"
@@ -81,6 +84,24 @@ def running() -> Callable[[], datetime]:
 @cache
 def bpe(pre: str = "gpt-2", add_bos: bool = True) -> Tokenizer:
     tokenizer = tokenizer_from_gguf(bpe_metadata(pre, add_bos_token=add_bos), "x")
+    assert tokenizer is not None
+    return tokenizer
+
+
+def pieces(words: list[str] = WORDS) -> Tokenizer:
+    """SentencePiece, where any two neighbours may join, the first of `words` first; for other text bytes stand."""
+    words = [word.replace(" ", "\u2581") for word in words]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    metadata = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 259 + [-float(i) for i in range(len(words))],
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, "x")
     assert tokenizer is not None
     return tokenizer
 

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import gc
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders.builders import bpe_metadata
+from loaders.chats import WORDS, pieces
+from loaders.chats import bpe as bpe_of_chats
 from tokenizers import AddedToken
 
 from paged.errors import LoadError
 from paged.loaders.borders import PROBES, Borders, common_prefix
 from paged.loaders.open import open_checkpoint
 from paged.loaders.tokenizer import Tokenizer
-from paged.loaders.tokenizer_files import tokenizer_from_gguf
-
-WORDS = ["u", "s", "e", "r", "us", "er", "user", "]@", "@x", "]", "@", ">", "a", "[", ":", " ", "\n", "\n\n", "é", "<"]
 
 
-@cache
 def bpe(pre: str = "gpt-2") -> Tokenizer:
-    tokenizer = tokenizer_from_gguf(bpe_metadata(pre), "x")
-    assert tokenizer is not None
-    return tokenizer
-
-
-def pieces(words: list[str] = WORDS) -> Tokenizer:
-    """SentencePiece, where any two neighbours may join, the first of `words` first; for other text bytes stand."""
-    words = [word.replace(" ", "\u2581") for word in words]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    metadata = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": [0.0] * 259 + [-float(i) for i in range(len(words))],
-        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-    }
-    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, "x")
-    assert tokenizer is not None
-    return tokenizer
+    return bpe_of_chats(pre, add_bos=False)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +73,22 @@ def test_a_piece_that_ends_inside_the_known_text_spans_too() -> None:
     assert spell(tokenizer, settled(tokenizer, "xa:b")) == ["<s>", " ", "x"]
 
 
+def test_what_is_given_up_is_known_to_follow_what_stands_before_it() -> None:
+    """With "@" behind it "]" joins "]@" and "a" joins "a]@"; "e" could become "eax", but not where "]" follows."""
+    tokenizer = pieces(["]@", "a]@", "ax", "eax", "s", "e", "a", "]", "@", "x", " "])
+    assert spell(tokenizer, tokenizer.encode("sea]")) == ["<s>", " ", "s", "e", "a", "]"]
+    assert spell(tokenizer, settled(tokenizer, "sea]")) == ["<s>", " ", "s", "e"]
+
+
 def test_what_follows_a_control_token_cannot_change_it() -> None:
     tokenizer = pieces([*WORDS, "</s>x"])
     assert spell(tokenizer, settled(tokenizer, "us</s>")) == ["<s>", " ", "us", "</s>"]
     assert spell(bpe(), settled(bpe(), "<|im_start|>")) == ["<|im_start|>"]
+
+
+def test_no_piece_begins_in_the_spelling_of_a_control_token() -> None:
+    tokenizer = pieces([*WORDS, ">us["])
+    assert spell(tokenizer, settled(tokenizer, "</s>us["))[-3:] == [" ", "us", "["]
 
 
 def test_a_control_token_before_the_place_ends_what_pieces_can_span() -> None:
@@ -123,6 +111,10 @@ def test_only_where_a_normalizer_composes_is_the_last_character_given_up() -> No
     assert len(settled(bpe(), fixed)) == len(bpe().encode(fixed))
     assert len(settled(bpe("qwen2"), fixed)) < len(bpe("qwen2").encode(fixed))
     assert spell(pieces(), settled(pieces(), "us["))[-1] == "["
+
+
+def test_nothing_composes_with_a_space() -> None:
+    assert spell(bpe("qwen2"), settled(bpe("qwen2"), "[user\n")) == ["[", "use", "r"]
 
 
 def test_a_control_token_that_swallows_spaces_before_it_is_among_the_probes() -> None:
@@ -187,15 +179,15 @@ def test_no_piece_of_the_vocabulary_as_what_follows_changes_what_stands(pre: str
             assert tokenizer.encode(fixed + follows)[: len(stands)].tolist() == stands, (fixed, follows)
 
 
+JOINING = pieces()
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text("user]@[:>a \n", max_size=8), st.text("user]@[:>a \n\u0301\u65e5", max_size=8))
 def test_where_any_neighbours_may_join_no_text_changes_what_stands(fixed: str, follows: str) -> None:
     tokenizer = JOINING
     stands = settled(tokenizer, fixed).tolist()
     assert tokenizer.encode(fixed + follows)[: len(stands)].tolist() == stands
-
-
-JOINING = pieces()
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loaders.chats import TEMPLATES, TURN, bpe, chat_of, noon, running, say
+from loaders.chats import TEMPLATES, TURN, WORDS, bpe, chat_of, noon, pieces, running, say
+from tokenizers import AddedToken
 
 import paged
 from paged.errors import CheckFailed, InvalidRequest, LoadError
@@ -138,6 +139,28 @@ def test_a_title_that_says_by_chance_what_first_turns_say_is_not_in_the_opening(
     assert texts_of(later)[2] == "<s>[title]new\n[system]Be brief.</s>\n[user]new</s>\n[assistant]Hello</s>\n[user]"
 
 
+def test_a_second_question_near_the_front_of_long_chats_is_not_in_the_opening_either() -> None:
+    source = "{{ bos_token }}[title]{{ messages[3].content if messages | length > 5 else 'new' }}{{ '\\n' }}" + TURN
+    chat = say(chat_of(source), "Hi", "Hello", "new", "So?", "Bye")
+    prompt = chat.render_marked()
+    assert text_of(prompt, len(prompt.tokens)).startswith("<s>[title]new\n[system]")
+    assert texts_of(prompt)[1] == "<s>[title]"
+
+
+def test_where_the_tools_go_ends_the_head_of_chats_without_tools_too() -> None:
+    source = "{{ bos_token }}You help.\n{% if tools %}{{ tools | tojson }}{% endif %}It is late.{{ '\\n' }}" + TURN
+    for tools in (None, TOOLS):
+        prompt = say(chat_of(source, tools=tools), "Hi").render_marked()
+        assert text_of(prompt, prompt.head) == "<s>You help."
+
+
+def test_a_system_text_that_a_template_knows_ends_the_head() -> None:
+    source = "{{ bos_token }}{% if 'brief' in messages[0].content %}Few words.\n{% endif %}" + TURN
+    prompt = say(chat_of(source), "Hi").render_marked()
+    assert texts_of(prompt)[:2] == ["<s>", "<s>Few words.\n[system]Be brief.</s>\n[user]"]
+    assert texts_of(say(chat_of(source, "Be kind."), "Hi").render_marked())[0] == "<s>["
+
+
 def test_a_clock_that_runs_ends_every_mark() -> None:
     chat = say(chat_of("clock", clock=running()), "Hi", "Hello", "Who?")
     for _ in range(3):
@@ -209,6 +232,13 @@ def test_a_template_that_refuses_every_other_text_gives_no_mark_but_the_end() ->
     assert text_of(prompt, prompt.messages_end).endswith("Hi</s>\n")
 
 
+def test_one_other_text_does_not_tell_where_the_users_text_begins() -> None:
+    """All that this template takes begins alike, so that what stands before it cannot be told from it."""
+    source = "{{ bos_token }}{% if messages[-1].content[:5] != 'Hello' %}{{ raise_exception('no') }}{% endif %}" + TURN
+    prompt = say(chat_of(source), "Hello, you").render_marked()
+    assert (prompt.opening, prompt.stable) == (0, 0)
+
+
 def test_texts_that_a_template_refuses_are_nobodys_prompt() -> None:
     source = (
         "{{ bos_token }}{% if not messages[-1].content[:1].isalnum() %}{{ raise_exception('no') }}{% endif %}" + TURN
@@ -261,6 +291,28 @@ def test_the_tokens_are_those_of_the_template(name: str, pre: str) -> None:
     for prompt in (False, True):
         expected = template.encode(tokenizer, chat.messages, TOOLS, prompt)
         assert chat.render_marked(prompt).tokens.tolist() == expected.tolist()
+
+
+def test_a_question_that_begins_with_the_bos_after_one_leaves_one() -> None:
+    source = "{{ bos_token }}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompt = say(chat_of(source, system=None), "<|im_start|>Hi").render_marked()
+    assert text_of(prompt, len(prompt.tokens)) == "<s>Hi"
+    assert (prompt.opening, prompt.stable) == (1, 1)
+
+
+def test_a_control_token_that_only_some_texts_leave_one_is_no_place_to_cut() -> None:
+    """single_word: "<cut>" before a letter is plain text, and " <" is a piece of it."""
+    tokenizer = pieces([*WORDS, "\u2581<"])
+    tokenizer.backend.add_special_tokens([AddedToken("<cut>", single_word=True, normalized=False, special=True)])
+    token_bytes = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
+    special = {0: "<unk>", 1: "<s>", 2: "</s>", tokenizer.vocab_size: "<cut>"}
+    cutting = Tokenizer(tokenizer.backend, token_bytes, special, bos_id=1, eos_ids=(2,), add_bos=True)
+    source = "[u] <cut>{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompts = [say(chat_of(source, None, tokenizer=cutting), text).render_marked() for text in ("\n", "Hello")]
+    assert cutting.vocab_size - 1 in prompts[0].tokens
+    assert cutting.vocab_size - 1 not in prompts[1].tokens
+    expect_same(*prompts, "stable")
+    assert [cutting.text_of(i) for i in prompts[0].tokens[: prompts[0].stable].tolist()] == ["<s>", " ", "[", "u", "]"]
 
 
 def test_a_question_that_begins_with_the_bos_leaves_smaller_marks_and_one_bos() -> None:
@@ -403,9 +455,10 @@ class CountingTokenizer:
         return self.encode(text, add_special)
 
 
-def test_long_chats_are_tokenised_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["bos", "strips", "tools before the last question", "counts"])
+def test_long_chats_are_tokenised_once_a_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = bpe("smollm")
-    chat = chat_of("bos", "Be brief. " * 50, tokenizer=tokenizer)
+    chat = chat_of(name, "Be brief. ", TOOLS, tokenizer)
     say(chat, *["How are you? " * 20, "Fine. " * 20] * 10, "Who?")
     chat.render_marked()
     counting = CountingTokenizer(chat)
@@ -471,6 +524,16 @@ def test_what_only_the_end_of_a_chat_has_closes_no_reply() -> None:
     chat = chat_of(source)
     assert chat.close_tokens().tolist() == []
     assert chat.stop_ids == (2, 0)
+
+
+def test_a_close_that_joins_what_comes_before_or_after_it_is_none() -> None:
+    """No tokens behind those of the reply read as they will in the next prompt."""
+    words = ["k]", *WORDS, "J", "ac", "k", "x"]
+    before = chat_of("{% for m in messages %}{{ m.content }}]x{{ eos_token }}{% endfor %}", tokenizer=pieces(words))
+    assert before.close_tokens().tolist() == []
+    source = "{% for m in messages %}{{ '\\n' }}{{ m.role }}: {{ m.content }}#\n{% endfor %}"
+    after = chat_of(source, tokenizer=pieces(["#", *WORDS]))
+    assert [after._tokenizer.text_of(i) for i in after.close_tokens().tolist()] == ["#"]
 
 
 @pytest.mark.parametrize("name", ["silent", "joins", REFUSES])
