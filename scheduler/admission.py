@@ -20,12 +20,11 @@ from scheduler.sharing import StepSharing
 class Placement:
     """Pages taken for a request, int32 [num_groups, columns]: its first `matched` tokens are computed in them.
 
-    `rows` of these lie in a page that was copied; `snapshot` is the recurrent state after them.
+    `snapshot` is the recurrent state after them.
     """
 
     pages: Int32
     matched: int
-    rows: int = 0
     snapshot: StateSnapshot | None = None
 
 
@@ -65,35 +64,46 @@ class Admission:
     def _from_pages(self, cache: PrefixCache, request: Request, spare: int) -> Placement | None:
         cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, self.num_groups
         assert cursor is not None
-        matched = cache.seek(cursor, request.known)
+        cache.seek(cursor, request.known)
         offered = self.sharing.follow(request)
-        columns = matched // size + (0 if offered is None else offered.shape[1])
-        if self.sharing.awaits(request, columns):
+        if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
+            depth = len(cursor.nodes)
+            cache.seek(cursor, request.known, exact=False)
+            offered = offered if len(cursor.nodes) == depth else None
+        if self.sharing.awaits(request, len(cursor.nodes) + (0 if offered is None else offered.shape[1])):
             return None
-        node, rows = (-1, 0)
-        if cache.exact and offered is None:
-            node, rows = cache.partial(cursor, request.known)
-        fresh = (-(-len(request.known) // size) - columns) * groups
-        room = pool.num_available - fresh - spare - (cache.idle_pages(cursor) if matched else 0)
+        room = self._room_for(cache, request, offered, spare)
+        if 0 <= room < groups and cursor.rows:  # the page to copy from may have to go to make room
+            cache.seek(cursor, request.known, exact=False)
+            room = self._room_for(cache, request, offered, spare)
         if room < 0:
             return None
-        if room < groups:
-            rows = 0  # the page to copy from may have to go to make room
+        rows = cursor.rows
         pages = cache.take(cursor)
         if offered is not None:
             pool.share(offered.ravel())
             pages = np.concatenate([pages, offered], axis=1)
-        source = cache.take_rows(node) if rows else None
+        columns = pages.shape[1]
+        fresh = (-(-len(request.known) // size) - columns) * groups
         try:
-            own = pool.alloc(fresh).reshape(groups, -1)
-        except OutOfPages:  # idle pages whose children are in use cannot be evicted
+            if rows:  # the first column is the copy
+                own = cache.take_rows(cursor, fresh - groups).reshape(-1, groups).T
+            else:
+                own = pool.alloc(fresh).reshape(groups, -1)
+        except BaseException as error:
             pool.release(pages[pages >= 0])
-            if source is not None:
-                pool.release(source)
-            return None
-        if source is not None:
-            cache.copy_rows(source, own[:, 0].copy())
-        return Placement(np.concatenate([pages, own], axis=1), columns * size + rows, rows)
+            if not isinstance(error, OutOfPages):
+                raise
+            return None  # idle pages whose children are in use cannot be evicted
+        return Placement(np.concatenate([pages, own], axis=1), columns * size + rows)
+
+    def _room_for(self, cache: PrefixCache, request: Request, offered: Int32 | None, spare: int) -> int:
+        """Pages that would be left of those to be had, once `request` had all of its own and what it attaches."""
+        cursor = request.cursor
+        assert cursor is not None
+        columns = len(cursor.nodes) + (0 if offered is None else offered.shape[1])
+        fresh = (-(-len(request.known) // self.pool.page_size) - columns) * self.num_groups
+        return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.nodes else 0)
 
     def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
         store, pool, groups = checkpointer.store, self.pool, self.num_groups

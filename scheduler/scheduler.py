@@ -337,7 +337,7 @@ class Scheduler:
             if self.checkpointer is not None:
                 self.cache.count_checkpoint(request.num_prompt, matched)
             else:
-                self.cache.count(request.cursor, request.num_prompt, placement.rows)
+                self.cache.count(request.cursor, request.num_prompt)
 
     def _publish(self, request: Request, computed: int) -> None:
         """Enter the pages that this step filled; where another request was first, use its page instead."""

@@ -41,10 +41,14 @@ class Hand:
         max_pages: int = 0,
         hash_page=page_hash,
         vocab_size: int = 997,
+        kind: type[EchoModel] = EchoModel,
+        windows: tuple[int, ...] = (),
+        **options,
     ) -> None:
-        self.model = EchoModel(vocab_size, num_groups=num_groups)
+        """`options` are those of PrefixCache."""
+        self.model = kind(vocab_size, num_groups=num_groups, windows=windows)
         self.pool = self.model.create_kv_pool(num_pages, page_size)
-        self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page)
+        self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page, **options)
 
     def session(self, namespace: str = "") -> Session:
         return Session(self.model, self.pool, namespace)

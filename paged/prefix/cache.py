@@ -16,6 +16,8 @@ from paged.prefix.pins import Pin, Pins
 from paged.prefix.tree import PageTree
 
 if TYPE_CHECKING:
+    import os
+
     from paged.session import Session
 
 
@@ -48,8 +50,7 @@ class PrefixCache(PageTree):
         max_pinned_pages: int | None = None,
         hash_page: PageHash = page_hash,  # type: ignore[assignment]
     ) -> None:
-        super().__init__(pool, max_pages, policy, hash_page)
-        self.exact = partial
+        super().__init__(pool, max_pages, policy, partial, hash_page)
         self.checkpoints: CheckpointStore | None = None
         if pool.state_spec is not None:
             self.checkpoints = CheckpointStore(pool, self.num_groups, max_states, max_state_bytes, self.stats)
@@ -103,20 +104,16 @@ class PrefixCache(PageTree):
             return self._attach_checkpoint(session, prompt)
         cursor = self.cursor(session.namespace)
         matched = self.seek(cursor, prompt)
-        node, rows = self.partial(cursor, prompt) if self.exact else (-1, 0)
         pages = self.take(cursor)
-        if rows:
-            source = self.take_rows(node)
+        if cursor.rows:
             try:
-                own = self.pool.alloc(self.num_groups)
+                own = self.take_rows(cursor)
             except BaseException:
-                self.pool.release(source)
                 self.pool.release(pages[pages >= 0])
                 raise
-            self.copy_rows(source, own)
             pages = np.concatenate([pages, own[:, None]], axis=1)
-        self.count(cursor, len(prompt), rows)
-        session.adopt(prompt[: matched + rows], pages)
+        self.count(cursor, len(prompt))
+        session.adopt(prompt[:matched], pages)
         return session.n_past
 
     def _attach_checkpoint(self, session: Session, prompt: Int32) -> int:
@@ -147,9 +144,7 @@ class PrefixCache(PageTree):
         if self.checkpoints is not None:
             found = self.checkpoints.find(self.namespace_key(namespace), prompt)
             return 0 if found is None else found.num_tokens
-        cursor = self.cursor(namespace)
-        matched = self.seek(cursor, prompt)
-        return matched + (self.partial(cursor, prompt)[1] if self.exact else 0)
+        return self.seek(self.cursor(namespace), prompt)
 
     def checkpoint_at(self, session: Session, tokens: object, matched: int, stable_at: int = 0) -> int:
         """The position to stop the prefill of `tokens` at, so that `insert` there serves later prompts; 0: nowhere.
@@ -232,6 +227,31 @@ class PrefixCache(PageTree):
         if self.checkpoints is not None:
             self.checkpoints.clear()
         self._clear()
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write all that is cached to one safetensors file; returns the pages written. `load` takes it in elsewhere.
+
+        Pages, tokens, chains, checkpoints and the order of use; no pins. Nothing here changes, and `path` is replaced
+        only once the new file is whole. The file holds what the prompts say. GeometryMismatch where the pool has no
+        storage or its model no fingerprint, OSError where the file cannot be written.
+        """
+        from paged.prefix.saved import save_cache
+
+        return save_cache(self, path)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Take in what a file of `save` holds and this cache does not; returns the pages taken in.
+
+        They are held by the cache alone and count as used now, in the order of their last use. A growing pool grows
+        for them; nothing is evicted. What finds no free page, or no place in the budgets, is left out, oldest first,
+        and counted in `stats.load_refused`; so are partial pages where only whole ones match, but uncounted.
+
+        LoadError for a file that is not there, damaged, or none of `save`; GeometryMismatch for one of another model,
+        codec, page size or geometry. Then nothing changed. Cost: reads the file twice.
+        """
+        from paged.prefix.saved import load_cache
+
+        return load_cache(self, path)
 
     @property
     def held_pages(self) -> int:

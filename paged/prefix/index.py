@@ -40,6 +40,8 @@ class Cursor:
     keys: list[Hashable] = field(default_factory=list[Hashable])
     nodes: list[int] = field(default_factory=list[int])
     births: list[int] = field(default_factory=list[int])
+    near: int = NO_NODE  # the page below the last node that shares `rows` more tokens
+    rows: int = 0
     chain: int = 0
     closed: bool = False
 
@@ -52,6 +54,7 @@ class Cursor:
         """Back to the root, for a sequence that lost its pages; its page keys are kept."""
         self.nodes.clear()
         self.births.clear()
+        self.rows = 0
         self.closed = False
 
 

@@ -31,13 +31,16 @@ class PageTree:
     than `max_pages` pages are held.
     """
 
-    def __init__(self, pool: PagePool, max_pages: int, policy: str | EvictionPolicy, hash_page: PageHash) -> None:
+    def __init__(
+        self, pool: PagePool, max_pages: int, policy: str | EvictionPolicy, exact: bool, hash_page: PageHash
+    ) -> None:
         if max_pages < 0:
             raise ValueError(f"max_pages must be 0 (no bound) or more, got {max_pages}")
         if pool.held.any():
             raise GeometryMismatch("this pool already serves a prefix cache; release() that one first")
         self.pool = pool
         self.max_pages = max_pages
+        self.exact = exact
         spec = pool.storage.spec if pool.storage is not None else None
         self.num_groups = spec.num_groups if spec is not None else 1
         windows = spec.windows if spec is not None else (0,)
@@ -65,43 +68,42 @@ class PageTree:
         """A cursor at the root of a namespace: `namespace` is the caller's salt, `fields` (adapter=...) add to it."""
         return self.index.cursor(self.namespace_key(namespace, **fields))
 
-    def seek(self, cursor: Cursor, prompt: Int32) -> int:
-        """How many leading tokens of `prompt` are cached (whole pages, one token short of it). Touches nothing.
+    def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True) -> int:
+        """How many leading tokens of `prompt` are cached, one token short of it. Touches nothing.
 
-        Called again with the same cursor, it costs only what has changed.
+        Whole pages; where this tree is `exact`, and `exact` is not False, also the `rows` that the prompt shares with
+        the page where it leaves the tree. Called again with the same cursor, it costs only what has changed, and
+        O(log siblings) for these rows.
         """
-        limit = max(0, len(prompt) - 1) // self.pool.page_size
-        depth = self.index.seek(cursor, prompt, limit)
-        if depth and len(self._windowed):
-            depth = self._within_windows(cursor)
-            del cursor.nodes[depth:], cursor.births[depth:]
-        return depth * self.pool.page_size
-
-    def partial(self, cursor: Cursor, prompt: Int32) -> tuple[int, int]:
-        """The page below the cursor that shares most leading rows with the rest of `prompt`, and how many rows.
-
-        (-1, 0) where there is none. One token of the prompt is always left over. Touches nothing. O(log siblings).
-        """
-        rest = prompt[len(cursor.nodes) * self.pool.page_size : len(prompt) - 1]
-        node, rows = self.index.closest(cursor, rest)
-        if node >= 0 and len(self._windowed) and int(self.index.pages[node].min()) < 0:
-            return -1, 0
-        return node, rows
-
-    def _within_windows(self, cursor: Cursor) -> int:
-        """How many of the cursor's pages can be attached: those in the windows of the next token must be there."""
-        depths = np.arange(1, len(cursor.nodes) + 1, dtype=np.int32)
-        usable = np.ones(len(depths), np.bool_)
-        for group in self._windowed.tolist():
-            there = self.index.pages[cursor.nodes, group] >= 0
-            run = depths - np.maximum.accumulate(np.where(there, 0, depths))  # pages up to here without a gap
-            usable &= run >= depths - self._first_columns(group, depths)
-        return int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else 0
-
-    def _first_columns(self, group: int, depths: Int32) -> Int32:
-        """The first page that a query behind `depths` pages still sees in a windowed group."""
         size = self.pool.page_size
-        return np.maximum(0, depths * size - self._windows[group] + 1) // size
+        depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size)
+        self._look_below(cursor, prompt, exact)
+        if depth and len(self._windowed) and not self._in_windows(cursor, depth, cursor.rows):
+            while depth and not self._in_windows(cursor, depth):
+                depth -= 1
+            del cursor.nodes[depth:], cursor.births[depth:]
+            self._look_below(cursor, prompt, exact)
+        return depth * size + cursor.rows
+
+    def _look_below(self, cursor: Cursor, prompt: Int32, exact: bool) -> None:
+        cursor.rows = 0
+        if self.exact and exact:
+            rest = prompt[len(cursor.nodes) * self.pool.page_size : len(prompt) - 1]
+            cursor.near, cursor.rows = self.index.closest(cursor, rest)
+            if cursor.rows and len(self._windowed) and int(self.index.pages[cursor.near].min()) < 0:
+                cursor.rows = 0
+
+    def _in_windows(self, cursor: Cursor, depth: int, rows: int = 0) -> bool:
+        """Whether everything is there that a query behind `depth` pages and `rows` more tokens sees."""
+        for group in self._windowed.tolist():
+            first = self._first_column(group, depth * self.pool.page_size + rows)
+            if (self.index.pages[cursor.nodes[first:depth], group] < 0).any():
+                return False
+        return True
+
+    def _first_column(self, group: int, position: int) -> int:
+        """The first page that a query at `position` sees in a windowed group."""
+        return max(0, position - self._windows[group] + 1) // self.pool.page_size
 
     def idle_pages(self, cursor: Cursor) -> int:
         """Pages below the cursor that only the cache holds: attaching them makes them live. O(pages)."""
@@ -119,28 +121,34 @@ class PageTree:
 
     def _columns(self, cursor: Cursor) -> Int32:
         pages = np.ascontiguousarray(self.index.pages[np.array(cursor.nodes, np.int32)].T)
+        position = len(cursor.nodes) * self.pool.page_size + cursor.rows
         for group in self._windowed.tolist():
-            pages[group, : int(self._first_columns(group, np.array([len(cursor.nodes)], np.int32))[0])] = NO_PAGE
+            pages[group, : self._first_column(group, position)] = NO_PAGE
         return pages
 
-    def take_rows(self, node: int) -> Int32:
-        """A reference to each page of a partial match, so that it stays while the caller allocates; see `copy_rows`."""
-        pages = self.index.pages[node].copy()
-        self.pool.share(pages)
-        return pages
+    def take_rows(self, cursor: Cursor, more: int = 0) -> Int32:
+        """Fresh pages, int32 [num_groups + more]: the first hold a copy of the page whose rows the cursor matched.
 
-    def copy_rows(self, pages: Int32, into: Int32) -> None:
-        """Copy the pages that `take_rows` gave into the caller's own pages, and drop the references to them."""
+        OutOfPages, or what the copy raises; then nothing was taken. Making room never takes that page itself.
+        """
+        source = self.index.pages[cursor.near].copy()
+        self.pool.share(source)
         try:
-            storage = self.pool.storage
-            if storage is not None:
-                get_backend(storage.device).copy_pages(storage, pages, into)
+            own = self.pool.alloc(len(source) + more)
+            try:
+                storage = self.pool.storage
+                if storage is not None:
+                    get_backend(storage.device).copy_pages(storage, source, own[: len(source)])
+            except BaseException:
+                self.pool.release(own)
+                raise
         finally:
-            self.pool.release(pages)
+            self.pool.release(source)
+        return own
 
-    def count(self, cursor: Cursor, num_tokens: int, rows: int = 0) -> None:
-        """Count one prompt of `num_tokens` tokens whose pages, and `rows` of the next one, were just taken."""
-        stats = self.stats
+    def count(self, cursor: Cursor, num_tokens: int) -> None:
+        """Count one prompt of `num_tokens` tokens whose pages, and rows of the next one, were just taken."""
+        stats, rows = self.stats, cursor.rows
         stats.num_queries += 1
         stats.query_tokens += num_tokens
         stats.hit_tokens += rows
