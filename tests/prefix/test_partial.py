@@ -1,4 +1,4 @@
-"""Exact matches (`partial=True`): the page where a prompt leaves the cache is copied, and donations keep their tails."""
+"""Exact matches (`partial=True`): the page where a prompt leaves the cache is copied, and donations keep tails."""
 
 from __future__ import annotations
 
