@@ -18,6 +18,7 @@ class PrefixStats:
     merged_pages: int = 0  # computed twice; the second copy was given back
     evicted_pages: int = 0
     num_collisions: int = 0  # a key was taken by other tokens: that page stays uncached
+    load_refused: int = 0  # of loaded files: no page was free for them, or no budget, or their key was taken
     # Of models with recurrent state; these count checkpoints:
     checkpoint_hits: int = 0
     checkpoint_inserts: int = 0
