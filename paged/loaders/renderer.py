@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paged.errors import InvalidRequest, check
 from paged.loaders.borders import PROBES, Borders, common_prefix
@@ -37,6 +36,8 @@ _TOOLS: Sequence[Mapping[str, Any]] = [
     for name, about in (("add", "Adds one."), ("look_up", "Finds it."))
 ]
 _REPLY = "Quizzical zephyrs vex Jack"
+# Characters behind the place where texts part that show how a tokenizer goes on there.
+_PART = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,8 @@ class ChatRenderer:
 
         Costs a tokenisation of the prompt and about twenty renderings, of which only what follows the last control
         token that they share is tokenised (all of it in a template without control tokens). The head and the
-        opening cost as much again, once a chat. InvalidRequest where the template fails on the messages.
+        opening cost as much again, once a chat; the opening each turn where later turns begin unlike the first.
+        InvalidRequest where the template fails on the messages.
         """
         text = self._render(self._messages, self._tools, add_generation_prompt)
         tokens = self._encode(text)
@@ -211,7 +213,7 @@ class ChatRenderer:
 
         What follows a control token is tokenised by itself, so the last one before the texts part is a place to cut.
         """
-        shared = common_prefix(*map(_characters, texts))
+        shared = _shared(texts)
         cut = max((texts[0].rfind(name, 0, shared) for name in self._borders.controls_in(tokens)), default=0)
         if cut > 0:
             tails = [self._tokenizer.encode(text[cut:], add_special=False) for text in texts]
@@ -222,19 +224,21 @@ class ChatRenderer:
         return 0, [tokens, *(self._encode(text) for text in texts[1:])]
 
     def _common_opening(self, text: str, tokens: Int32, users: Sequence[int]) -> int:
+        probes = self._borders.probes
         before = users[0] if users else len(self._messages)
         if self._opening is None or self._opening.num_messages != before:
             start = self._messages[:before]
-            asked = [[*start, {"role": "user", "content": probe}] for probe in self._borders.probes]
-            self._opening = _Opening(before, *self._common((messages, self._tools) for messages in asked))
+            asked = [[*start, {"role": "user", "content": probe}] for probe in probes]
+            texts = self._renderings((messages, self._tools) for messages in asked)
+            self._opening = _Opening(before, _shared(texts), self._common(texts))
         opening = common_prefix(tokens, self._opening.tokens)
         if len(users) > 1:
-            # A template may print near the front, in later turns only, what the user said.
-            others = self._renderings((self._saying(users, probe), self._tools) for probe in PROBES[:3])
-            shared = common_prefix(*map(_characters, (text, *others)))
-            within = shared >= self._opening.num_characters
-            if not within and common_prefix(tokens, self._encode(text[:shared])) < opening:
-                opening = min(opening, self._settled(tokens, [text, *others]))
+            # A template may render later turns differently near the front, and print there what the user said.
+            few = self._renderings((self._saying(users, probe), self._tools) for probe in PROBES[:3])
+            if opening < len(self._opening.tokens) or _shared([text, *few]) < self._opening.num_characters:
+                texts = [text, *self._renderings((self._saying(users, probe), self._tools) for probe in probes)]
+                size = _shared(texts) + _PART
+                opening = min(opening, len(self._common([text[:size] for text in texts])))
         return opening
 
     def _common_head(self, tokens: Int32) -> int:
@@ -245,15 +249,13 @@ class ChatRenderer:
             systems = [{"role": "system", "content": probe} for probe in reversed(probes)]
             chats = [[system, user] for system, user in zip(systems, users, strict=True)]
             chats += [[user] for user in users[:6]]
-            _, self._head = self._common((messages, kinds[i % 3]) for i, messages in enumerate(chats))
+            self._head = self._common(self._renderings((chat, kinds[i % 3]) for i, chat in enumerate(chats)))
         return common_prefix(tokens, self._head)
 
-    def _common(self, chats: Iterable[Chat]) -> tuple[int, Int32]:
-        """Characters, and leading tokens whatever follows, that the prompts of all chats share."""
-        texts = self._renderings(chats)
+    def _common(self, texts: Sequence[str]) -> Int32:
+        """The leading tokens that prompts share whatever follows."""
         tokens = self._encode(texts[0]) if texts else np.empty(0, np.int32)
-        shared = common_prefix(*map(_characters, texts)) if texts else 0
-        return shared, np.array(tokens[: self._settled(tokens, texts)])
+        return np.array(tokens[: self._settled(tokens, texts)])
 
     def _find_close(self) -> Int32:
         ended: list[Message] = [*self._system, {"role": "user", "content": PROBES[0]}]
@@ -263,12 +265,14 @@ class ChatRenderer:
         if len(texts) < 2 or not all(_REPLY in text for text in texts):
             return np.empty(0, np.int32)
         start, reply, after = texts[0].rpartition(_REPLY)
-        close = after[: common_prefix(*(_characters(text.rpartition(_REPLY)[2]) for text in texts))]
+        close = after[: _shared([text.rpartition(_REPLY)[2] for text in texts])]
         said, closed = self._encode(start + reply), self._encode(start + reply + close)
         if common_prefix(said, closed) < len(said):
             return np.empty(0, np.int32)
         return np.array(closed[len(said) : common_prefix(closed, self._encode(texts[1]))])
 
 
-def _characters(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+def _shared(texts: Sequence[str]) -> int:
+    """Leading characters that all texts share. O(characters)."""
+    characters = [np.frombuffer(text.encode("utf-32-le"), np.uint32) for text in texts]
+    return common_prefix(*characters) if characters else 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loaders.chats import TEMPLATES, TURN, WORDS, bpe, chat_of, noon, pieces, running, say
+from loaders.chats import FIRST, TEMPLATES, TURN, WORDS, bpe, chat_of, noon, pieces, running, say
 from tokenizers import AddedToken
 
 import paged
@@ -147,6 +147,16 @@ def test_a_second_question_near_the_front_of_long_chats_is_not_in_the_opening_ei
     assert texts_of(prompt)[1] == "<s>[title]"
 
 
+def test_what_follows_near_the_front_of_long_chats_may_join_what_stands_before_it() -> None:
+    """ "]" may become "]@", which no probe shows."""
+    source = "{{ bos_token }}[{% if messages | length > 3 %}u]" + FIRST + "{% else %}u]new{% endif %}</s>\n" + TURN
+    openings = []
+    for first in ("new", "us", "@"):
+        prompt = say(chat_of(source, tokenizer=pieces()), first, "Hello", "Who?").render_marked()
+        openings.append([pieces().text_of(i) for i in prompt.tokens[: prompt.opening].tolist()])
+    assert openings == [["<s>", " ", "[", "u"]] * 3
+
+
 def test_where_the_tools_go_ends_the_head_of_chats_without_tools_too() -> None:
     source = "{{ bos_token }}You help.\n{% if tools %}{{ tools | tojson }}{% endif %}It is late.{{ '\\n' }}" + TURN
     for tools in (None, TOOLS):
@@ -262,8 +272,8 @@ def test_a_template_that_needs_the_generation_prompt_gives_no_end_beyond_the_sta
 
 def test_variables_and_tools_reach_the_template() -> None:
     source = "{{ bos_token }}{{ mood }}{{ tools | length }}" + TURN
-    prompt = say(chat_of(source, tools=TOOLS, mood="gay"), "Hi").render_marked()
-    assert text_of(prompt, prompt.opening) == "<s>gay1[system]Be brief.</s>\n[user]"
+    prompt = say(chat_of(source, tools=TOOLS, mood="calm"), "Hi").render_marked()
+    assert text_of(prompt, prompt.opening) == "<s>calm1[system]Be brief.</s>\n[user]"
 
 
 # --- exactly one BOS ---------------------------------------------------------------------------------------------
@@ -327,12 +337,18 @@ def test_a_question_that_begins_with_the_bos_leaves_smaller_marks_and_one_bos() 
 NASTY = [
     "", " ", "\n", "\n\n", "  x", "\t", "]", "](", "'s", "1234", "\u0301", "\u0338x", "</think>", "<think>x</think>y",
     "<|im_end|>", "<|im_start|>", "<|im_start|>user\n", "/no_think", "<tool_response>\n1\n</tool_response>", "new",
-    "Hello", "and then", "###", "assistant", "\u65e5\u672c", "\U0001f642",
+    "Hello", "and then", "###", "@", "]@", "assistant", "\u65e5\u672c", "\U0001f642",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(NASTY) | st.text(max_size=4), max_size=3).map("".join)
 SYSTEMS = st.none() | TEXTS
 TOOL_LISTS = st.sampled_from([None, TOOLS, OTHER_TOOLS])
-TOKENIZERS = {"gpt-2": bpe(), "qwen2": bpe("qwen2"), "llama-bpe": bpe("llama-bpe"), "no bos": bpe(add_bos=False)}
+TOKENIZERS = {
+    "gpt-2": bpe(),
+    "qwen2": bpe("qwen2"),
+    "llama-bpe": bpe("llama-bpe"),
+    "no bos": bpe(add_bos=False),
+    "pieces": pieces(),
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
