@@ -24,17 +24,22 @@ if TYPE_CHECKING:
         PagedError,
         PromptTooLong,
         SessionInUse,
+        StateMismatch,
         UnsupportedShape,
     )
     from paged.kv.page_table import PageTable
     from paged.kv.pages import PagePool
+    from paged.kv.state import StatePool, StateSnapshot
     from paged.loaders.renderer import ChatRenderer, MarkedPrompt
     from paged.models.registry import load_model
     from paged.prefix.cache import PrefixCache
+    from paged.prefix.checkpoints import Checkpoint
+    from paged.prefix.explain import Explanation
     from paged.prefix.hashing import page_hash
+    from paged.prefix.pins import Pin
     from paged.sampling import SamplingParams
     from paged.session import Session
-    from paged.spec import KVSpec
+    from paged.spec import KVSpec, StatePlane, StateSpec
 
 __version__ = "0.1.0"
 
@@ -42,7 +47,14 @@ _HOME = {
     "PagePool": "paged.kv.pages",
     "PageTable": "paged.kv.page_table",
     "KVSpec": "paged.spec",
+    "StatePlane": "paged.spec",
+    "StateSpec": "paged.spec",
+    "StatePool": "paged.kv.state",
+    "StateSnapshot": "paged.kv.state",
     "PrefixCache": "paged.prefix.cache",
+    "Checkpoint": "paged.prefix.checkpoints",
+    "Explanation": "paged.prefix.explain",
+    "Pin": "paged.prefix.pins",
     "page_hash": "paged.prefix.hashing",
     "Session": "paged.session",
     "SamplingParams": "paged.sampling",
@@ -61,6 +73,7 @@ _HOME = {
             "BadLogits",
             "GeometryMismatch",
             "SessionInUse",
+            "StateMismatch",
             "LoopsMismatch",
             "Closed",
             "NativeMissing",
@@ -74,8 +87,10 @@ __all__ = [
     "BadLogits",
     "ChatRenderer",
     "CheckFailed",
+    "Checkpoint",
     "Closed",
     "DuplicateRequest",
+    "Explanation",
     "GeometryMismatch",
     "InvalidRequest",
     "KVSpec",
@@ -88,11 +103,17 @@ __all__ = [
     "PagePool",
     "PageTable",
     "PagedError",
+    "Pin",
     "PrefixCache",
     "PromptTooLong",
     "SamplingParams",
     "Session",
     "SessionInUse",
+    "StateMismatch",
+    "StatePlane",
+    "StatePool",
+    "StateSnapshot",
+    "StateSpec",
     "UnsupportedShape",
     "__version__",
     "load_model",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scheduler.engine import Engine
     from scheduler.output import Event, RequestOutput
     from scheduler.policy import Policy
-    from scheduler.request import Request
+    from scheduler.request import PrefillStops, Request
     from scheduler.scheduler import Scheduler
     from scheduler.step import StepPlan
 
@@ -22,6 +22,7 @@ _HOME = {
     "Engine": "scheduler.engine",
     "Event": "scheduler.output",
     "Policy": "scheduler.policy",
+    "PrefillStops": "scheduler.request",
     "Request": "scheduler.request",
     "RequestOutput": "scheduler.output",
     "SamplingParams": "paged.sampling",
@@ -34,6 +35,7 @@ __all__ = [
     "Engine",
     "Event",
     "Policy",
+    "PrefillStops",
     "Request",
     "RequestOutput",
     "SamplingParams",

@@ -133,10 +133,11 @@ class Checkpointer:
         if cursor is None or not cursor.open or int(self.states.positions[slot]) != position:
             return  # rows of other weights, rows that hold NaN, or a step that failed
         tokens = self.slots.tokens[slot, :position]
-        snapshot = self.states.snapshot(slot)
-        self.store.insert(
-            self._key(request), tokens, self.slots.pages(slot), snapshot, opening, donor=request.arrival + 1
-        )
+        pages, donor = self.slots.pages(slot), request.arrival + 1
+        try:
+            self.store.insert(self._key(request), tokens, pages, self.states.snapshot(slot), opening, donor)
+        except (MemoryError, RuntimeError):  # no memory for the copies (torch raises RuntimeError): the run goes on
+            self.store.stats.checkpoints_refused += 1
 
     def _places(self, request: Request, matched: int) -> list[Stop]:
         """The marks of the request; where nobody named its stable part, the place where it leaves another one's way."""

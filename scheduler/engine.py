@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -179,6 +180,20 @@ class Engine:
                 return 0
             return self.cache.match_len(self.tokens_of(prompt), namespace)
 
+    def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Write what is cached to a file; returns the pages written. See PrefixCache.save."""
+        with self._lock:
+            if self.cache is None:
+                raise RuntimeError("this engine was made with prefix_cache=False: there is nothing to save")
+            return self.cache.save(path)
+
+    def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Take in what a file of the same model holds; returns the pages taken. See PrefixCache.load."""
+        with self._lock:
+            if self.cache is None:
+                raise RuntimeError("this engine was made with prefix_cache=False: it has nowhere to load to")
+            return self.cache.load(path)
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached page at once; the call to make after weights were changed in place.
 
@@ -204,6 +219,9 @@ class Engine:
                 "cached_only_pages": pool.num_cached_only,
                 "usage": pool.usage,
             }
+            if self.cache is not None and self.cache.checkpoints is not None:
+                numbers["num_checkpoints"] = len(self.cache.checkpoints)
+                numbers["checkpoint_bytes"] = self.cache.checkpoints.num_bytes
             for stats in (scheduler.stats, self.cache.stats if self.cache is not None else None):
                 if stats is not None:
                     numbers.update({name: getattr(stats, name) for name in stats.__slots__})
@@ -327,8 +345,12 @@ class Engine:
         """One step of the scheduler, the model and the sampler; False if nothing could run. Takes the lock."""
         with self._lock:
             plan = self.scheduler.schedule()
+            failed = bool(self.scheduler.failed)
+            while self.scheduler.failed:
+                request = self.scheduler.failed.pop()
+                self._close(self._live[request.id], Event(request.id))
             if plan is None:
-                return False
+                return failed
             try:
                 for request in plan.admitted:
                     self.sampler.assign(request.slot, request.params, request.seed, request.end_ids)

@@ -88,6 +88,7 @@ class Scheduler:
         self._windows = pool.storage.spec.windows if pool.storage is not None else ()
         self.admission = Admission(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
         self.requests: dict[str, Request] = {}
+        self.failed: list[Request] = []  # ended by an error while a step was planned; the caller takes them out
         self.stats = SchedulerStats()
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
@@ -288,7 +289,13 @@ class Scheduler:
         for request in self._candidates():
             if budget <= 0 or not self.state.num_free:
                 break
-            placement = self.admission.place(request, not self.state.num_running)
+            try:
+                placement = self.admission.place(request, not self.state.num_running)
+            except Exception as error:  # the copy of a page failed: that is this request's misfortune alone
+                request.error = f"{type(error).__name__}: {error}"
+                self.finish(request, "error")
+                self.failed.append(request)
+                continue
             if placement is not None:
                 self._start(request, placement)
                 admitted.append(request)

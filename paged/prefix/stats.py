@@ -23,7 +23,7 @@ class PrefixStats:
     checkpoint_hits: int = 0
     checkpoint_inserts: int = 0
     checkpoint_evictions: int = 0
-    checkpoints_refused: int = 0  # no page was left for the copy of the last partial page
+    checkpoints_refused: int = 0  # no memory was left for the copy of the state or of the last partial page
 
 
 @dataclass(slots=True)
