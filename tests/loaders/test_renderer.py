@@ -157,6 +157,17 @@ def test_what_follows_near_the_front_of_long_chats_may_join_what_stands_before_i
     assert openings == [["<s>", " ", "[", "u"]] * 3
 
 
+def test_what_long_chats_have_in_place_of_the_opening_may_join_what_stands_before_it() -> None:
+    """Here "]" precedes the only message, and ":" each of several: "e" may become "e:@" in long chats alone."""
+    tokenizer = pieces([":@", "e:@", *(word for word in WORDS if word != "]@")])
+    source = "{% for m in messages %}e{{ ':' if messages | length > 1 else ']' }}{{ m.content }}{% endfor %}"
+    for first in ("us", "@"):
+        chat = say(chat_of(source, None, tokenizer=tokenizer), first)
+        assert chat.render_marked().opening == len(["<s>", " ", "e", "]"])
+        chat.add_assistant("Hello")
+        assert say(chat, "Who?").render_marked().opening == len(["<s>", " "])
+
+
 def test_where_the_tools_go_ends_the_head_of_chats_without_tools_too() -> None:
     source = "{{ bos_token }}You help.\n{% if tools %}{{ tools | tojson }}{% endif %}It is late.{{ '\\n' }}" + TURN
     for tools in (None, TOOLS):
