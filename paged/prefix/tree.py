@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -274,8 +275,8 @@ class PageTree:
         return self.index.num_pages
 
     def chains(self) -> list[PrefixChain]:
-        """Every donation that still has a page in the cache, oldest first."""
-        return list(self._chains.values())
+        """A snapshot of every donation that still has a page in the cache, oldest first. O(chains)."""
+        return [replace(chain) for chain in self._chains.values()]
 
     def _clear(self) -> None:
         self.pool.unhold(self.index.clear())

@@ -273,7 +273,7 @@ def leaf_entry_is_stale(cache: PrefixCache) -> None:
 
 
 def chain_counts_too_much(cache: PrefixCache) -> None:
-    cache.chains()[0].num_pages += 1
+    cache._chains[1].num_pages += 1
 
 
 def chain_is_forgotten(cache: PrefixCache) -> None:

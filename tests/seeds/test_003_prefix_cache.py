@@ -677,6 +677,16 @@ def test_the_chain_list_counts_the_pages_that_are_still_alive(llama: LanguageMod
     assert hand.cache.chains() == []
 
 
+def test_the_chain_list_is_a_snapshot(llama: LanguageModel) -> None:
+    hand = Hand(llama)
+    hand.donate(prompts[0])
+    [before] = hand.cache.chains()
+    hand.ask(prompts[1])
+    [after] = hand.cache.chains()
+    assert (before.num_hits, after.num_hits) == (0, 1)
+    assert before.last_hit_at == 0 < after.last_hit_at
+
+
 def test_held_pages_are_those_that_a_plain_release_would_have_returned(llama: LanguageModel) -> None:
     hand = Hand(llama)
     plain, donor = Session(llama, hand.pool), Session(llama, hand.pool)
