@@ -1,4 +1,4 @@
-"""What a prefix cache holds, as plain values to compare; and saved files that say something else, with a right checksum."""
+"""What a prefix cache holds, as plain values to compare; and saved files forged to say something else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def rows_of(cache: PrefixCache, page: int, rows: int) -> bytes | None:
 
 
 def nodes_of(cache: PrefixCache) -> dict[tuple[bytes, tuple[int, ...]], list[bytes | None]]:
-    """(namespace, tokens up to the end of a page) -> the bytes of its rows, a group each."""
+    """(namespace, tokens up to the end of a page) -> the bytes of its rows, a group each.
+
+    Without the places whose pages a window left and on which nothing stands any more: they are of no use.
+    """
     index = cache.index
     out = {}
     for node in np.flatnonzero(index.birth >= 0).tolist():
@@ -36,7 +39,8 @@ def nodes_of(cache: PrefixCache) -> dict[tuple[bytes, tuple[int, ...]], list[byt
             at = int(index.parent[at])
         pages = [rows_of(cache, page, int(index.rows[node])) for page in index.pages[node].tolist()]
         out[index._root_of[at], tuple(t for page in tokens for t in page)] = pages
-    return out
+    used = {(name, tokens[:n]) for (name, tokens), rows in out.items() if any(rows) for n in range(len(tokens) + 1)}
+    return {key: rows for key, rows in out.items() if key in used}
 
 
 def checkpoints_of(cache: PrefixCache) -> dict[tuple[bytes, tuple[int, ...]], tuple]:

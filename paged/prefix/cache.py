@@ -244,7 +244,7 @@ class PrefixCache(PageTree):
 
         They are held by the cache alone and count as used now, in the order of their last use. A growing pool grows
         for them; nothing is evicted. What finds no free page, or no place in the budgets, is left out, oldest first,
-        and counted in `stats.load_refused`; so are partial pages where only whole ones match, but uncounted.
+        and counted in `stats.load_refused`. A cache that matches whole pages takes no partial ones.
 
         LoadError for a file that is not there, damaged, or none of `save`; GeometryMismatch for one of another model,
         codec, page size or geometry. Then nothing changed. Cost: reads the file twice.
