@@ -9,6 +9,7 @@ import numpy as np
 from paged.errors import GeometryMismatch, SessionInUse
 from paged.kv.pages import PagePool
 from paged.prefix.checkpoints import CheckpointStore
+from paged.prefix.events import PagesCleared
 from paged.prefix.eviction import EvictionPolicy
 from paged.prefix.explain import Explanation, explain
 from paged.prefix.hashing import Int32, PageHash, as_tokens, page_hash
@@ -35,6 +36,9 @@ class PrefixCache(PageTree):
 
     `max_pages` bounds the pages of the tree (0: the pool is the only bound). `max_pinned_pages` bounds what `pin` can
     keep; default: half of the pool. Not thread-safe.
+
+    `listen`, if set, is called with a CacheEvent for every page of the tree that comes or goes, as it happens; it
+    must not call the cache.
 
     Invariants (`check()`): those of the tree or of the checkpoints, and of the pins.
     """
@@ -211,6 +215,8 @@ class PrefixCache(PageTree):
         self.pool.unhold(self.index.drop(key))
         for chain, pages in zip(chains.tolist(), held.tolist(), strict=True):
             self._forget(chain, pages)
+        if self.listen is not None:
+            self.listen(PagesCleared(key))
         return before - self.held_pages
 
     def evict(self, num_pages: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from paged.errors import GeometryMismatch, check
 from paged.kv.pages import PagePool
 from paged.ops.dispatch import get_backend
+from paged.prefix.events import CacheEvent, PageRemoved, PagesCleared, PagesStored
 from paged.prefix.eviction import EvictionPolicy, EvictionQueue, get_policy
 from paged.prefix.hashing import Int32, PageHash, namespace_key
 from paged.prefix.index import NO_PAGE, Cursor, PrefixIndex
@@ -51,6 +53,7 @@ class PageTree:
         self.index = PrefixIndex(pool.page_size, self.num_groups, hash_page, pool.num_pages)
         self.queue = EvictionQueue(self.index, get_policy(policy))
         self.stats = PrefixStats()
+        self.listen: Callable[[CacheEvent], object] | None = None  # hears of every page that comes and goes
         self.evicted: dict[object, None] = {}  # keys of pages that went for room, oldest first
         self._chains: dict[int, PrefixChain] = {}
         self._next_chain = 1
@@ -194,6 +197,8 @@ class PageTree:
             if column == first:  # what follows has a new parent, without children
                 self._supersede(cursor, own)
             self._enter(cursor, key, own, pages[:, column], preview)
+        if self.listen is not None and len(cursor.nodes) > first:
+            self._tell_stored(cursor, first, cursor.keys[first : len(cursor.nodes)], tokens[first * size :])
         self._trim(cursor, first)
         return merged
 
@@ -221,6 +226,14 @@ class PageTree:
                 return
             self._give_up(other)
         self._enter(cursor, key, rows, pages, preview)
+        if self.listen is not None:
+            self._tell_stored(cursor, len(cursor.nodes), [key], rows)
+
+    def _tell_stored(self, cursor: Cursor, column: int, keys: list[Hashable], tokens: Int32) -> None:
+        assert self.listen is not None
+        parent = cursor.keys[column - 1] if column else None
+        tokens = tokens[: len(keys) * self.pool.page_size].copy()
+        self.listen(PagesStored(cursor.namespace, parent, tuple(keys), tokens))
 
     def _may_publish(self, cursor: Cursor) -> bool:
         if not cursor.open:
@@ -279,6 +292,8 @@ class PageTree:
         return [replace(chain) for chain in self._chains.values()]
 
     def _clear(self) -> None:
+        if self.listen is not None:
+            self.listen(PagesCleared(None))
         self.pool.unhold(self.index.clear())
         self.queue.clear()
         self.evicted.clear()
@@ -310,7 +325,10 @@ class PageTree:
         pages = pages[pages >= 0]
         if len(self.evicted) >= _REMEMBERED:
             del self.evicted[next(iter(self.evicted))]
-        self.evicted[self.index.keys[node]] = None
+        key = self.index.keys[node]
+        self.evicted[key] = None
+        if self.listen is not None:
+            self.listen(PageRemoved(key))
         parent = self.index.remove(node)
         freed = self._unhold(node, pages)
         if parent >= 0 and not self.index.children[parent] and self._idle(parent):
