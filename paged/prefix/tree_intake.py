@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paged.kv.pages import Int32
+from paged.prefix.events import PagesStored
 from paged.prefix.hashing import root_hash
 from paged.prefix.index import NO_NODE, Cursor
 from paged.prefix.saved_tree import SavedTree
@@ -118,6 +119,9 @@ class TreeIntake:
                 cache._enter(cursor, self.keys[i], tokens, pages[i], saved.chains[chain].preview)
                 chains[chain] = cursor.chain
                 self.node[i] = cache.index.by_key[self.keys[i]]
+                if cache.listen is not None:
+                    above = self.keys[parent] if parent >= 0 else None
+                    cache.listen(PagesStored(namespace[i], above, (self.keys[i],), tokens.copy()))
             elif self.wanted[i].any():
                 cache._merge(int(self.node[i]), pages[i])
         self._label(chains)

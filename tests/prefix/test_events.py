@@ -117,6 +117,21 @@ def test_a_log_may_be_replayed_later() -> None:
     assert mirrored(mirror) == index_of(h)
 
 
+def test_what_a_file_brings_is_told_too(tmp_path) -> None:
+    h, _ = listening(partial=True)
+    for tokens in (span(0, 14), [*span(0, 4), *span(70, 6)]):
+        h.donate(tokens)
+    h.cache.save(tmp_path / "cache")
+    other, events = listening(partial=True)
+    other.donate(span(0, 4))
+    other.cache.load(tmp_path / "cache")
+    mirror = PageMirror(4)
+    for event in events:
+        mirror.apply(event)
+    assert mirrored(mirror) == index_of(other)
+    assert len(mirror.pages) == 6
+
+
 def test_the_tokens_of_an_event_are_a_copy() -> None:
     h, events = listening()
     session = h.session()
