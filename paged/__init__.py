@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from paged.prefix.cache import PrefixCache
     from paged.prefix.checkpoints import Checkpoint
     from paged.prefix.explain import Explanation
+    from paged.prefix.handles import PrefixHandle
     from paged.prefix.hashing import page_hash
     from paged.prefix.pins import Pin
+    from paged.prefix.pool import PrefixPool
     from paged.sampling import SamplingParams
     from paged.session import Session
     from paged.spec import KVSpec, StatePlane, StateSpec
@@ -55,6 +57,8 @@ _HOME = {
     "Checkpoint": "paged.prefix.checkpoints",
     "Explanation": "paged.prefix.explain",
     "Pin": "paged.prefix.pins",
+    "PrefixHandle": "paged.prefix.handles",
+    "PrefixPool": "paged.prefix.pool",
     "page_hash": "paged.prefix.hashing",
     "Session": "paged.session",
     "SamplingParams": "paged.sampling",
@@ -105,6 +109,8 @@ __all__ = [
     "PagedError",
     "Pin",
     "PrefixCache",
+    "PrefixHandle",
+    "PrefixPool",
     "PromptTooLong",
     "SamplingParams",
     "Session",
