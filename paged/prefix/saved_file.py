@@ -127,9 +127,9 @@ class SavedFile:
             raise LoadError(f"{self.path}: expected {expected}, found {found}; the file is damaged, save it again")
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> torch.Tensor:
-        """A copy of one tensor; None in `shape` stands for any length."""
+        """One tensor; None in `shape` stands for any length. Not copied: the file lies behind."""
         self.shape(name, dtype, shape)
-        return self._handle.get_tensor(name).clone()
+        return self._handle.get_tensor(name)
 
     def pieces(self, name: str, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensor `rows` rows at a time, each with the number of its first row. Not copied: the file lies behind."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from byhand import Hand, growing_pool, ids, span
@@ -116,6 +118,19 @@ def test_the_file_is_one_that_the_safetensors_library_reads(path) -> None:
     assert file.get_tensor("node_parent").tolist() == [-1, 0, 1, 1, -2, 4]
     assert file.get_tensor("node_pages").ravel().tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(pages[2], hand.pool.storage.pages[hand.pages_of(span(0, 12))[2]])
+
+
+@pytest.mark.parametrize("kind", [EchoModel, EchoHybrid])
+def test_every_tensor_of_the_file_is_aligned_to_its_items(path, kind: type[EchoModel]) -> None:
+    hand = Hand(kind=kind)
+    hand.donate(span(0, 5), preview="of three")
+    hand.cache.save(path)
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    assert end % 8 == 0
+    for name, entry in json.loads(data[8:end]).items():
+        if name != "__metadata__":
+            assert entry["data_offsets"][0] % {"I64": 8, "F32": 4, "I32": 4, "U8": 1}[entry["dtype"]] == 0
 
 
 @SETTINGS
