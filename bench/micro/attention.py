@@ -12,8 +12,8 @@ binding   a call for a step without rows: checks, addresses, allocation of the r
 
 Against torch, calls run in blocks: five of one, five of the next, and again from the start until the time is over. The
 call in front of each block is not counted, because the threads of whoever ran before may still spin then, on cores
-that the next one needs. A time is the median of all counted calls, a ratio that of two medians; of torch's forms the one
-with the lowest median counts.
+that the next one needs. A time is the median of all counted calls, a ratio that of two medians; of torch's forms the
+one with the lowest median counts.
 
 All else takes turns call by call on the same threads, and each figure is the minimum over its turns. The pages of a
 layer are read once in a while only (the layers take turns), so that they come from memory, not from the cache.
