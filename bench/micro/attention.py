@@ -141,7 +141,9 @@ def decode(backend: CpuBackend, s: Setup, seconds: float) -> dict[str, float | s
         "read_pages": in_table_order,
     }
     times = {name: best(t) for name, t in by_turns(calls, seconds).items()}
-    forms = {name: (lambda form=form: form(next(order))) for name, form in torch_forms(s).items()}
+    forms: dict[str, Callable[[], torch.Tensor]] = {
+        name: (lambda form=form: form(next(order))) for name, form in torch_forms(s).items()
+    }
     forms["ours"] = ours
     against = {name: median(t) for name, t in by_blocks(forms, seconds).items()}
     fastest = min((t, name) for name, t in against.items() if name != "ours")
