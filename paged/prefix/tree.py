@@ -176,6 +176,8 @@ class PageTree:
         """
         index, stats, size = self.index, self.stats, self.pool.page_size
         start, end = len(cursor.nodes), pages.shape[1]
+        while end > start and int(pages[:, end - 1].max()) < 0:  # nothing to attach there, and nothing to evict
+            end -= 1
         if end <= start or not self._may_publish(cursor):
             return []
         index.seek(cursor, tokens, end)
