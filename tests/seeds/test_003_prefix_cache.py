@@ -12,6 +12,8 @@ import os
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from feeder import random_tokens
 
@@ -24,6 +26,7 @@ from scheduler import Engine, SamplingParams
 from scheduler.request import PrefillStops
 
 GIB = 1024 * 1048576
+Prompt = list[int] | npt.NDArray[np.int32]
 GREEDY = SamplingParams(max_tokens=6)
 
 SYSTEM = (  # 60 tokens of SmolLM2
@@ -52,7 +55,7 @@ class Hand:
         self.pool = model.create_kv_pool(num_pages, page_size)
         self.cache = PrefixCache(self.pool, **cache)
 
-    def ask(self, prompt: list[int]) -> tuple[Session, int]:
+    def ask(self, prompt: Prompt) -> tuple[Session, int]:
         """A fresh session that attached what is cached of `prompt` and evaluated the rest; and what it attached."""
         session = Session(self.model, self.pool)
         matched = self.cache.attach(session, prompt)
@@ -60,7 +63,7 @@ class Hand:
         self.check(session)
         return session, matched
 
-    def donate(self, prompt: list[int], preview: str = "", opening: bool = False) -> None:
+    def donate(self, prompt: Prompt, preview: str = "", opening: bool = False) -> None:
         """One stream from its prompt to its end."""
         session, _ = self.ask(prompt)
         self.cache.insert(session, prompt, preview, opening)
@@ -89,13 +92,13 @@ def answer(session: Session, num_tokens: int = 6) -> list[tuple[int, bytes]]:
     return steps
 
 
-def cold_answer(model: LanguageModel, prompt: list[int], num_tokens: int = 6) -> list[tuple[int, bytes]]:
+def cold_answer(model: LanguageModel, prompt: Prompt, num_tokens: int = 6) -> list[tuple[int, bytes]]:
     session = Session(model, model.create_kv_pool(32))
     session.eval(prompt)
     return answer(session, num_tokens)
 
 
-def run(engine: Engine, prompt: list[int], stops: PrefillStops | None = None) -> SimpleNamespace:
+def run(engine: Engine, prompt: Prompt, stops: PrefillStops | None = None) -> SimpleNamespace:
     """One request from submit to its end; its output, and what it was told it attached."""
     wanted = engine.submit(prompt, GREEDY, stops=stops)
     while engine.has_work:
@@ -401,7 +404,7 @@ def test_a_checkpoint_is_the_tokens_their_pages_and_the_state_at_one_position(hy
     ids=["one more", "many more", "the same", "one less", "another last token", "another first token"],
 )
 def test_a_prompt_attaches_a_checkpoint_only_if_it_starts_with_all_of_it(
-    hybrid: LanguageModel, prompt: list[int], attached: int
+    hybrid: LanguageModel, prompt: Prompt, attached: int
 ) -> None:
     assert prompts[0][66] != 511 != prompts[0][0]
     hand = Hand(hybrid)
@@ -458,6 +461,7 @@ def turn_of(model: LanguageModel, text: str):
 
 
 def test_the_opening_counts_the_leading_tokens_that_are_the_same_for_any_user_text(chatty: LanguageModel) -> None:
+    assert chatty.tokenizer is not None
     texts = (FIRST, SECOND, "", " ", "\n", "x", "assistant", "<|im_end|>", "日本", "\u0301", SYSTEM)
     turns = [turn_of(chatty, text) for text in texts]
     [opening] = {turn.opening for turn in turns}
@@ -555,8 +559,9 @@ def test_a_cache_keeps_sixteen_checkpoints_unless_told_otherwise(hybrid: Languag
 
 @pytest.mark.parametrize("budget", ["states", "bytes"])
 def test_the_budget_drops_an_opening_after_any_conversations_own(hybrid: LanguageModel, budget: str) -> None:
-    assert hybrid.state_spec is not None
-    one = hybrid.state_spec.num_bytes + 2 * hybrid.create_kv_pool(1, 16).storage.page_bytes  # 20 tokens, on two pages
+    storage = hybrid.create_kv_pool(1, 16).storage
+    assert hybrid.state_spec is not None and storage is not None
+    one = hybrid.state_spec.num_bytes + 2 * storage.page_bytes  # 20 tokens, on two pages
     limit = {"max_states": 3} if budget == "states" else {"max_state_bytes": 3 * one}
     hand = Hand(hybrid, 128, **limit)
     openings = [random_tokens(20, 512, seed) for seed in (100, 101)]
@@ -606,7 +611,7 @@ def test_the_scheduler_stops_at_the_four_places_that_a_request_names(hybrid: Lan
     ],
     ids=["another system text", "another conversation", "another last message", "the next turn"],
 )
-def test_each_place_serves_the_prompts_that_it_is_for(hybrid: LanguageModel, place: int, other: list[int]) -> None:
+def test_each_place_serves_the_prompts_that_it_is_for(hybrid: LanguageModel, place: int, other: Prompt) -> None:
     engine = engine_of(hybrid)
     run(engine, turn, stops)
     assert engine.prefix_match_len(other) == place
