@@ -89,6 +89,7 @@ class PrefixCache(PageTree):
             session.table.replace(column, pages)
         if self.exact and covered == session.n_past and covered % self.pool.page_size:
             self.publish_tail(cursor, history, session.table.rows[:, full], preview)
+        self.drop_places(cursor)
         return self.stats.inserted_pages - before
 
     def attach(self, session: Session, tokens: object) -> int:

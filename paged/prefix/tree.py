@@ -176,8 +176,6 @@ class PageTree:
         """
         index, stats, size = self.index, self.stats, self.pool.page_size
         start, end = len(cursor.nodes), pages.shape[1]
-        while end > start and int(pages[:, end - 1].max()) < 0:  # nothing to attach there, and nothing to evict
-            end -= 1
         if end <= start or not self._may_publish(cursor):
             return []
         index.seek(cursor, tokens, end)
@@ -230,6 +228,21 @@ class PageTree:
         self._enter(cursor, key, rows, pages, preview)
         if self.listen is not None:
             self._tell_stored(cursor, len(cursor.nodes), [key], rows)
+
+    def drop_places(self, cursor: Cursor) -> None:
+        """Take out what the cursor ends with where a window left the pages and nothing stands on it.
+
+        For after the last donation with this cursor: no prompt could attach it, and no eviction would ever find it.
+        """
+        index = self.index
+        while cursor.nodes and index.birth[cursor.nodes[-1]] == cursor.births[-1]:
+            node = cursor.nodes[-1]
+            if index.children[node] or int(index.pages[node].max()) >= 0:
+                break
+            key = index.keys[node]
+            del cursor.nodes[-1], cursor.births[-1]
+            self._evict(node)
+            del self.evicted[key]  # it did not go for room
 
     def _tell_stored(self, cursor: Cursor, column: int, keys: list[Hashable], tokens: Int32) -> None:
         assert self.listen is not None
