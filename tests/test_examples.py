@@ -30,3 +30,13 @@ def test_the_code_of_the_readme_runs_as_it_stands(smollm2) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("prompt tokens were cached") == 2
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_on_caching_runs_as_it_stands(smollm2, tmp_path) -> None:
+    text = (EXAMPLES[0].parent.parent / "docs" / "caching.md").read_text(encoding="utf-8")
+    code = "\n".join(block.split("```", 1)[0] for block in text.split("```python\n")[1:])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

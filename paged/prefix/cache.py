@@ -14,6 +14,7 @@ from paged.prefix.eviction import EvictionPolicy
 from paged.prefix.explain import Explanation, explain
 from paged.prefix.hashing import Int32, PageHash, as_tokens, page_hash
 from paged.prefix.pins import Pin, Pins
+from paged.prefix.stats import PrefixChain
 from paged.prefix.tree import PageTree
 
 if TYPE_CHECKING:
@@ -219,6 +220,19 @@ class PrefixCache(PageTree):
         if self.listen is not None:
             self.listen(PagesCleared(key))
         return before - self.held_pages
+
+    def chains(self) -> list[PrefixChain]:
+        """A snapshot of every donation that is still there, oldest first; of a recurrent model, of every checkpoint.
+
+        O(donations).
+        """
+        if self.checkpoints is None:
+            return super().chains()
+        kept = sorted(self.checkpoints, key=lambda checkpoint: checkpoint.id)
+        return [
+            PrefixChain(c.id, c.preview, c.born_at, c.num_tokens, len(c.page_ids), c.num_hits, c.last_hit_at)
+            for c in kept
+        ]
 
     def evict(self, num_pages: int) -> int:
         """Evict until at least `num_pages` pages became free, or nothing idle is left; returns how many did."""

@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
+import xxhash
 from sortedcontainers import SortedKeyList
 
 from paged.errors import OutOfPages, check
@@ -18,6 +19,8 @@ from paged.kv.pages import Int32, PagePool
 from paged.kv.state import StateSnapshot
 from paged.ops.dispatch import get_backend
 from paged.prefix.stats import PrefixStats
+
+_REMEMBERED = 4096  # evicted checkpoints that an explanation still knows
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +44,7 @@ class Checkpoint:
     num_hits: int = 0
     last_hit_at: float = 0.0  # 0 until the first hit
     pins: int = 0
+    id: int = 0  # the store gives it, counting from 1
     above: Checkpoint | None = field(default=None, repr=False)  # the deepest other one that opens its tokens
 
     @property
@@ -92,6 +96,9 @@ class CheckpointStore:
         self.max_states = max(0, max_states)
         self.max_state_bytes = max_state_bytes
         self.stats = PrefixStats() if stats is None else stats
+        self.evicted: dict[bytes, None] = {}  # digests of tokens whose checkpoint went for room, oldest first
+        self._evicted_lengths: dict[int, None] = {}
+        self._next_id = 1
         self.version = 0  # changes whenever a look-up might give something else
         self._by_tokens: dict[bytes, SortedKeyList] = {}  # of each namespace
         self._tails: OrderedDict[Checkpoint, None] = OrderedDict()  # both oldest use first
@@ -306,12 +313,26 @@ class CheckpointStore:
         """Forget every checkpoint."""
         for namespace in list(self._by_tokens):
             self.drop_namespace(namespace)
+        self.evicted.clear()
+        self._evicted_lengths.clear()
 
     def _victims(self) -> Iterator[Checkpoint]:
         """What may go to make room, first what should go first; not pinned ones. The caller may drop as it iterates."""
         return (checkpoint for checkpoint in [*self._tails, *self._openings] if not checkpoint.pins)
 
+    def evicted_at(self, namespace: bytes, tokens: Int32, beyond: int) -> int:
+        """The most leading tokens, more than `beyond`, whose checkpoint went for room; 0 if none is remembered.
+
+        Costs a digest of the tokens for each length that was evicted: for explanations only.
+        """
+        lengths = sorted((n for n in self._evicted_lengths if beyond < n < len(tokens)), reverse=True)
+        return next((n for n in lengths if _digest(namespace, tokens[:n]) in self.evicted), 0)
+
     def _evict(self, checkpoint: Checkpoint) -> int:
+        if len(self.evicted) >= _REMEMBERED:
+            del self.evicted[next(iter(self.evicted))]
+        self.evicted[_digest(checkpoint.namespace, checkpoint.tokens)] = None
+        self._evicted_lengths[checkpoint.num_tokens] = None
         before = self.pool.num_free
         self.drop(checkpoint)
         self.stats.checkpoint_evictions += 1
@@ -369,6 +390,8 @@ class CheckpointStore:
 
     def _enter(self, checkpoint: Checkpoint) -> None:
         self.version += 1
+        checkpoint.id = self._next_id
+        self._next_id += 1
         checkpoint.above = self.find(checkpoint.namespace, checkpoint.tokens)
         entries = self._by_tokens.setdefault(checkpoint.namespace, SortedKeyList(key=_order_of))
         for other in _opened_by(checkpoint, entries):
@@ -435,6 +458,10 @@ class CheckpointStore:
         check(
             self._excused or not self._over_budget(), "a budget is exceeded, and neither pins nor the newest ask for it"
         )
+
+
+def _digest(namespace: bytes, tokens: Int32) -> bytes:
+    return xxhash.xxh3_128_digest(namespace + tokens.tobytes())
 
 
 def _order(tokens: Int32) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paged.prefix.hashing import Int32, extend_keys
+from paged.prefix.hashing import Int32
 
 if TYPE_CHECKING:
     from paged.prefix.cache import PrefixCache
@@ -21,7 +21,7 @@ class Explanation:
             "evicted"             what follows was cached and went for room
             "other namespace"     what follows is cached under another salt, model or codec
             "outside the window"  what follows is cached, and pages that a sliding window needs before it are gone
-            "state missing"       the prompt shares more with a checkpoint that it leaves early, or that has gone
+            "state missing"       the prompt shares more with a checkpoint, and leaves it early
             "never cached"        nobody donated these tokens
     """
 
@@ -45,6 +45,9 @@ def _recurrent(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) 
     if matched >= len(prompt) - 1:
         return "complete", _complete(prompt)
     key = cache.namespace_key(namespace)
+    gone = store.evicted_at(key, prompt, matched)
+    if gone:
+        return "evicted", f"a checkpoint of the first {gone} tokens went for room"
     shared = store.common(key, prompt)
     if shared > matched:
         return "state missing", (
@@ -68,21 +71,24 @@ def _paged(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) -> t
         return "outside the window", (
             f"{depth * size} tokens are cached, and a page that a sliding window still needs there has been given up"
         )
-    if depth == whole and matched == depth * size:
+    if depth == whole and not cache.exact:
         return "too short", f"{len(prompt) - matched} tokens are left, and a whole page before the last token is {size}"
-    if _next_key(cache, cursor, prompt) in cache.evicted:
-        return "evicted", f"page {depth} (tokens {depth * size} to {depth * size + size - 1}) was evicted for room"
+    rows = _evicted_rows(cache, cursor, prompt)
+    if rows > matched - depth * size:
+        return "evicted", f"the page of tokens {depth * size} to {depth * size + rows - 1} was evicted for room"
     for other in index.namespaces():
         if other != cursor.namespace and index.seek(index.cursor(other), prompt, whole) > depth:
             return "other namespace", f"token {matched} and what follows is cached under another namespace"
     return "never cached", f"no cached prefix goes on with token {matched} of this prompt"
 
 
-def _next_key(cache: PrefixCache, cursor: Cursor, prompt: Int32) -> object:
-    size, depth = cache.pool.page_size, len(cursor.nodes)
-    keys = list(cursor.keys)
-    extend_keys(keys, cursor.root, prompt[: (depth + 1) * size], size, cache.index.hash_page)
-    return keys[depth] if len(keys) > depth else None
+def _evicted_rows(cache: PrefixCache, cursor: Cursor, prompt: Int32) -> int:
+    """Most tokens of the page right below the cursor that an evicted page held; 0: none is remembered."""
+    size, depth, index = cache.pool.page_size, len(cursor.nodes), cache.index
+    above = cursor.keys[depth - 1] if depth else cursor.root
+    rest = prompt[depth * size : (depth + 1) * size].astype("<i4", copy=False)
+    lengths = range(len(rest), 0, -1) if cache.exact else [size] * (len(rest) == size)
+    return next((n for n in lengths if index.hash_page(above, rest[:n].tobytes()) in cache.evicted), 0)
 
 
 def _complete(prompt: Int32) -> str:

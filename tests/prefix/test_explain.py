@@ -54,7 +54,7 @@ def test_an_evicted_page_is_remembered() -> None:
     h.donate(span(0, 12))
     h.cache.evict(1)
     assert why(h, PROMPT) == (8, "evicted")
-    assert "page 2 (tokens 8 to 11)" in h.cache.explain(PROMPT).message
+    assert "tokens 8 to 11" in h.cache.explain(PROMPT).message
     h.cache.evict(9)
     assert why(h, PROMPT) == (0, "evicted")
     h.cache.release()
@@ -80,6 +80,36 @@ def test_a_recurrent_model_tells_of_the_state_that_was_not_kept() -> None:
     assert why(h, span(0, 12)) == (11, "complete")
     assert why(h, [*span(50, 9), 1, 2]) == (0, "other namespace")
     assert why(h, [700, 701]) == (0, "never cached")
+
+
+def test_an_evicted_checkpoint_is_remembered() -> None:
+    h = Hand(40, 4, kind=EchoHybrid)
+    h.donate(span(0, 10))
+    h.cache.evict(99)
+    assert why(h, span(0, 14)) == (0, "evicted")
+    assert "first 10 tokens" in h.cache.explain(span(0, 14)).message
+    h.donate(span(0, 12))
+    assert why(h, span(0, 14)) == (12, "never cached")
+    h.cache.release()
+    assert why(h, span(0, 14)) == (0, "never cached")
+
+
+def test_an_evicted_tail_is_remembered_and_an_exact_cache_is_never_too_short() -> None:
+    h = Hand(20, 4, partial=True)
+    h.donate(span(0, 10))
+    h.cache.evict(1)
+    assert why(h, span(0, 12)) == (8, "evicted")
+    assert "tokens 8 to 9" in h.cache.explain(span(0, 12)).message
+    assert why(h, [*span(0, 8), 90, 91]) == (8, "never cached")
+
+
+def test_chains_list_checkpoints_with_their_labels() -> None:
+    h = Hand(40, 4, kind=EchoHybrid)
+    h.donate(span(0, 10), preview="one")
+    h.donate(span(50, 5), preview="two")
+    h.ask(span(50, 9)).release()
+    shown = [(c.id, c.preview, c.num_tokens, c.num_pages, c.num_hits) for c in h.cache.chains()]
+    assert shown == [(1, "one", 10, 3, 0), (2, "two", 5, 2, 1)]
 
 
 def test_explaining_touches_nothing() -> None:

@@ -118,6 +118,14 @@ def test_chunks_end_at_the_stops() -> None:
     assert [p["a"] for p in d.plans] == [5, 3, 5, 3, 4]
 
 
+def test_what_a_stop_leaves_of_the_budget_goes_to_the_next_request() -> None:
+    d = driver(max_num_batched_tokens=20)
+    d.submit("a", span(0, 30), 1, stops=PrefillStops(opening=8))
+    d.submit("b", span(50, 12), 1)
+    d.step()
+    assert d.plans[0] == {"a": 8, "b": 11}
+
+
 # Who waits --------------------------------------------------------------------------------------------------------
 
 
