@@ -150,7 +150,7 @@ class PrefixCache(PageTree):
         if self.checkpoints is not None:
             found = self.checkpoints.find(self.namespace_key(namespace), prompt)
             return 0 if found is None else found.num_tokens
-        return self.seek(self.cursor(namespace), prompt)
+        return self.seek(self.cursor(namespace), prompt, lazy=True)
 
     def checkpoint_at(self, session: Session, tokens: object, matched: int, stable_at: int = 0) -> int:
         """The position to stop the prefill of `tokens` at, so that `insert` there serves later prompts; 0: nowhere.

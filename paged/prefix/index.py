@@ -13,6 +13,7 @@ from paged.prefix.hashing import Int32, PageHash, extend_keys, root_hash
 from paged.prefix.siblings import Siblings
 
 NO_NODE = -1
+_FIRST_KEYS = 16  # pages that a lazy look-up hashes before its first look; then twice as many, and so on
 NO_PAGE = -1
 
 
@@ -121,23 +122,29 @@ class PrefixIndex:
         parent = cursor.nodes[-1] if cursor.nodes else self._roots.get(cursor.namespace)
         return (NO_NODE, 0) if parent is None else self.siblings.closest(parent, tokens[: self.page_size])
 
-    def seek(self, cursor: Cursor, tokens: Int32, limit: int) -> int:
+    def seek(self, cursor: Cursor, tokens: Int32, limit: int, lazy: bool = False) -> int:
         """Move the cursor as deep as the first `limit` pages of `tokens` are cached; returns the pages matched.
 
-        Touches nothing. O(pages not hashed or looked up before); when nothing changed since the last call, O(1).
+        Touches nothing. O(pages not hashed or looked up before); when nothing changed since the last call, O(1). A
+        `lazy` one hashes little more than what is cached, and so leaves the keys of the rest out.
         """
         nodes, births = cursor.nodes, cursor.births
         while nodes and (len(nodes) > limit or self.birth[nodes[-1]] != births[-1]):
             nodes.pop()
             births.pop()
-        extend_keys(cursor.keys, cursor.root, tokens[: limit * self.page_size], self.page_size, self.hash_page)
         start, get, keys = len(nodes), self.by_key.get, cursor.keys
         found: list[int] = []
-        for column in range(start, limit):
-            node = get(keys[column])
-            if node is None:
-                break
-            found.append(node)
+        step = _FIRST_KEYS if lazy else limit
+        end = start
+        while end < limit and len(found) == end - start:
+            end = min(limit, end + step)
+            extend_keys(keys, cursor.root, tokens[: end * self.page_size], self.page_size, self.hash_page)
+            for column in range(start + len(found), end):
+                node = get(keys[column])
+                if node is None:
+                    break
+                found.append(node)
+            step *= 2
         if found:
             good = self._verified(cursor, tokens, start, np.array(found, np.int32))
             nodes.extend(found[:good])

@@ -72,15 +72,15 @@ class PageTree:
         """A cursor at the root of a namespace: `namespace` is the caller's salt, `fields` (adapter=...) add to it."""
         return self.index.cursor(self.namespace_key(namespace, **fields))
 
-    def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True) -> int:
+    def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True, lazy: bool = False) -> int:
         """How many leading tokens of `prompt` are cached, one token short of it. Touches nothing.
 
         Whole pages; where this tree is `exact`, and `exact` is not False, also the `rows` that the prompt shares with
         the page where it leaves the tree. Called again with the same cursor, it costs only what has changed, and
-        O(log siblings) for these rows.
+        O(log siblings) for these rows. A `lazy` one is for a cursor that is thrown away: see PrefixIndex.seek.
         """
         size = self.pool.page_size
-        depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size)
+        depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size, lazy)
         self._look_below(cursor, prompt, exact)
         if depth and len(self._windowed) and not self._in_windows(cursor, depth, cursor.rows):
             while depth and not self._in_windows(cursor, depth):

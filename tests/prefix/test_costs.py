@@ -50,6 +50,16 @@ def test_a_second_seek_with_the_same_cursor_hashes_and_looks_up_nothing_more() -
     assert table.gets == 50  # nothing lies behind it
 
 
+@pytest.mark.parametrize(("cached", "most"), [(0, 16), (20, 48), (200, 240), (1600, 400)])
+def test_asking_how_much_is_cached_hashes_little_more_than_that(cached: int, most: int) -> None:
+    hand, hashes = counted(num_pages=500)
+    if cached:
+        hand.donate(span(0, cached))
+    hashes.calls = 0
+    assert hand.cache.match_len(span(0, 1601)) == cached
+    assert cached // 4 <= hashes.calls <= most
+
+
 def test_a_prompt_that_grew_hashes_only_its_new_pages() -> None:
     hand, hashes = counted()
     cursor, tokens = hand.cache.cursor(), ids(*span(0, 401))

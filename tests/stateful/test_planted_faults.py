@@ -123,7 +123,7 @@ def a_copied_page_lacks_its_rows(patch: Patch) -> None:
 
 
 def a_match_goes_to_the_prompts_end(patch: Patch) -> None:
-    def seek(self: PrefixCache, cursor: Cursor, prompt: np.ndarray) -> int:
+    def seek(self: PrefixCache, cursor: Cursor, prompt: np.ndarray, exact: bool = True, lazy: bool = False) -> int:
         return self.index.seek(cursor, prompt, len(prompt) // self.pool.page_size) * self.pool.page_size
 
     patch.setattr(PrefixCache, "seek", seek)
