@@ -109,7 +109,7 @@ class PrefixCache(PageTree):
         if self.checkpoints is not None:
             return self._attach_checkpoint(session, prompt)
         cursor = self.cursor(session.namespace)
-        matched = self.seek(cursor, prompt)
+        matched = self.seek(cursor, prompt, lazy=True)
         pages = self.take(cursor)
         if cursor.rows:
             try:
