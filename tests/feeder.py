@@ -14,7 +14,10 @@ from paged.models.base import ForwardBatch, LanguageModel
 class Feeder:
     """Sequences of one model by name. Pages are handed out in random order from storage filled with NaN, so that a
     row that is read before it was written, or from another sequence, shows. So are the slots of recurrent state, of a
-    model that has it, out of `NUM_SLOTS`."""
+    model that has it, out of `NUM_SLOTS`.
+
+    `depths` are the iterations of sequences of a looped model, by name; if it is empty, batches give none. Groups
+    beyond a sequence's depth have no pages."""
 
     NUM_SLOTS = 16
 
@@ -29,16 +32,17 @@ class Feeder:
         self.slots: dict[str, int] = {}
         self.tables: dict[str, list[list[int]]] = {}
         self.lengths: dict[str, int] = {}
+        self.depths: dict[str, int] = {}
 
-    def step(self, rows: Mapping[str, Sequence[int]], wanted: str = "all") -> dict[str, torch.Tensor]:
-        """One forward with these new tokens of each sequence; logits `[rows, vocab]` by name ("last": one row)."""
+    def batch(self, rows: Mapping[str, Sequence[int]], wanted: str = "all") -> ForwardBatch:
+        """These new tokens of each sequence, with pages for them; logits of all rows, or of the "last" of each."""
         groups = self.model.spec.num_groups
         for name, tokens in rows.items():
             table = self.tables.setdefault(name, [[] for _ in range(groups)])
             self.lengths[name] = self.lengths.get(name, 0) + len(tokens)
             if self.states is not None and name not in self.slots:
                 self.slots[name] = self.free_slots.pop()
-            for row in table:
+            for row in table[: groups - self.model.max_loops + self._depth(name)]:
                 while len(row) * self.page_size < self.lengths[name]:
                     row.append(self.free.pop())
         widest = max(len(self.tables[name][0]) for name in rows)
@@ -58,10 +62,18 @@ class Feeder:
         )
         if self.states is not None:
             batch.states, batch.state_slots = self.states, np.array([self.slots[name] for name in rows], np.int32)
-        logits = self.model.forward(batch, self.storage)
-        if wanted == "all":
-            return dict(zip(rows, logits.split(counts), strict=True))
-        return dict(zip(rows, logits.split(1), strict=True))
+        if self.depths:
+            batch.loops = np.array([self._depth(name) for name in rows], np.int32)
+        return batch
+
+    def step(self, rows: Mapping[str, Sequence[int]], wanted: str = "all") -> dict[str, torch.Tensor]:
+        """One forward with these new tokens of each sequence; logits `[rows, vocab]` by name ("last": one row)."""
+        logits = self.model.forward(self.batch(rows, wanted), self.storage)
+        counts = [len(tokens) if wanted == "all" else 1 for tokens in rows.values()]
+        return dict(zip(rows, logits.split(counts), strict=True))
+
+    def _depth(self, name: str) -> int:
+        return self.depths.get(name, self.model.default_loops)
 
     def drop(self, name: str) -> None:
         """Take the pages of a sequence back; NaN again, so that a read of them shows."""

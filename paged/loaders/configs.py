@@ -25,6 +25,7 @@ _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
         "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     },
 }  # fmt: skip
+_LOOPED = "looped"  # a model_type of our own: a Llama with loop_layers, which the other families may have as well
 _HF_OUTER = ("tie_word_embeddings", "quantization_config")  # what stands beside a nested text_config
 _HF_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -57,7 +58,7 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     else:
         window, layer_types = _hf_window(fields, family, num_layers)
     bias = bool(fields.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_5")
-    return fields.build(
+    config = fields.build(
         family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -80,6 +81,7 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         rotary_dim=_hf_rotary_dim(fields, family, head_dim),
         delta=_hf_delta(fields) if family == "qwen3_5" else None,
     )
+    return _hf_loop(fields, config)
 
 
 def config_from_gguf(
@@ -199,11 +201,10 @@ def _hf_family(values: Mapping[str, Any], source: str) -> Family:
     architectures = values.get("architectures")
     if model_type is None and isinstance(architectures, list) and architectures:
         model_type = _HF_ARCHITECTURES.get(str(architectures[0]))
-    if model_type == "qwen3_5_text":
-        model_type = "qwen3_5"
+    model_type = {"qwen3_5_text": "qwen3_5", _LOOPED: "llama"}.get(str(model_type), model_type)
     if model_type not in FAMILIES:
         raise LoadError(
-            f"{source}: model_type must be one of {', '.join(FAMILIES)}, found {model_type!r} "
+            f"{source}: model_type must be one of {', '.join(FAMILIES)}, {_LOOPED}, found {model_type!r} "
             f"(architectures {architectures!r}); other architectures are not implemented"
         )
     return cast(Family, model_type)
@@ -252,6 +253,20 @@ def _hf_delta(fields: _Fields) -> DeltaConfig:
         )
     except LoadError as error:
         raise LoadError(str(error) if fields.source in str(error) else f"{fields.source}: {error}") from None
+
+
+def _hf_loop(fields: _Fields, config: ModelConfig) -> ModelConfig:
+    """The config with our own fields loop_layers [a, b], num_loops and max_loops; see LoopConfig."""
+    layers = fields.get("loop_layers")
+    if layers is None and fields.get("model_type") != _LOOPED:
+        return config
+    if not isinstance(layers, list):
+        raise LoadError(f"{fields.source}: expected a list [a, b] for loop_layers, found {_short(layers)}")
+    depths = [fields.integer(name) if fields.get(name) is not None else None for name in ("num_loops", "max_loops")]
+    try:
+        return config.with_loop(tuple(layers), *depths)
+    except LoadError as error:
+        raise LoadError(f"{fields.source}: {error}") from None
 
 
 def _hf_rotary_dim(fields: _Fields, family: Family, head_dim: int) -> int:

@@ -30,6 +30,7 @@ class ForwardBatch:
     logit_rows   int32 [R]                 rows, ascending
     state_slots  int32 [S]                 slot of each sequence in `states`
     states       the pool of recurrent state, which forward moves; both None for a model without state
+    loops        int32 [S]                 iterations of each sequence in a looped model; None = its default_loops
     """
 
     tokens: Int32
@@ -39,6 +40,7 @@ class ForwardBatch:
     logit_rows: Int32
     state_slots: Int32 | None = None
     states: StatePool | None = None
+    loops: Int32 | None = None
 
     def plans(self, page_size: int) -> list[AttendPlan]:
         """One AttendPlan a group."""
@@ -56,6 +58,8 @@ class LanguageModel:
     tokenizer      None if prompts are always token ids
     chat           the chat template, or None
     state_spec     geometry of the recurrent state of one sequence, or None; then pages alone continue nothing
+    default_loops  iterations of a looped model where a batch gives none; 0 = not looped
+    max_loops      iterations that a batch may ask for; 0 = not looped
     """
 
     spec: KVSpec
@@ -68,6 +72,8 @@ class LanguageModel:
     tokenizer: Tokenizer | None = None
     chat: ChatTemplate | None = None
     state_spec: StateSpec | None = None
+    default_loops: int = 0
+    max_loops: int = 0
 
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paged.errors import LoadError
@@ -13,6 +13,8 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_5"]
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
+
+LoopChange = tuple[tuple[int, int] | None, int | None, int | None]  # what ModelConfig.with_loop takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,34 @@ class DeltaConfig:
         return 2 * self.key_size + self.value_size
 
 
+MAX_LOOPS = 64  # iterations at most: each has its row in every page table, and a damaged file may claim billions
+
+
+@dataclass(frozen=True, slots=True)
+class LoopConfig:
+    """Which layers are iterated, and how often.
+
+    layers     (a, b): layers a .. b - 1 are the loop block; those before it run once, those after it once at the end
+    num_loops  iterations where a batch gives none
+    max_loops  iterations that a batch may ask for, at most 64
+    """
+
+    layers: tuple[int, int]
+    num_loops: int = 8
+    max_loops: int = 32
+
+    def __post_init__(self) -> None:
+        layers: object = self.layers
+        if not isinstance(layers, tuple) or [type(layer) for layer in layers] != [int, int]:
+            raise LoadError(f"loop_layers must be two layer numbers (a, b), got {layers!r}")
+        for name in ("num_loops", "max_loops"):
+            _positive_int(name, getattr(self, name))
+        if self.max_loops > MAX_LOOPS:
+            raise LoadError(f"max_loops must be at most {MAX_LOOPS}, got {self.max_loops}")
+        if self.num_loops > self.max_loops:
+            raise LoadError(f"num_loops must be at most max_loops {self.max_loops}, got {self.num_loops}")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that shapes the computation of one model; equal configs mean equal computation graphs.
@@ -88,6 +118,7 @@ class ModelConfig:
                     in a hybrid "linear_attention" or "full_attention"
     rotary_dim      leading values of a head that the rotary embedding turns; 0 = the whole head
     delta           sizes of the "linear_attention" layers; None = there are none
+    loop            the layers that are iterated; None = each layer runs once
 
     The activation is always SiLU. The family qwen3_5 means more than these say: norms whose weights are counted from
     1, and a gate on the output of attention.
@@ -114,6 +145,7 @@ class ModelConfig:
     layer_types: tuple[str, ...] = ()
     rotary_dim: int = 0
     delta: DeltaConfig | None = None
+    loop: LoopConfig | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -149,6 +181,12 @@ class ModelConfig:
                 raise LoadError("layer_types names a sliding_attention layer but sliding_window is 0")
         if self.delta is not None and len(set(self.layer_types)) != 2:
             raise LoadError("a hybrid needs layers of both kinds in layer_types, linear_attention and full_attention")
+        if self.loop is not None:
+            if self.delta is not None:
+                raise LoadError("the layers of a hybrid cannot loop: a delta layer has one state, not one an iteration")
+            start, end = self.loop.layers
+            if not 0 <= start < end <= self.num_layers:
+                raise LoadError(f"loop_layers must be a run (a, b) of the {self.num_layers} layers, got {(start, end)}")
         _check_scaling(self.rope_scaling, self.rotary_dim or self.head_dim)
 
     @property
@@ -157,6 +195,26 @@ class ModelConfig:
         if not self.layer_types:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in self.layer_types)
+
+    def with_loop(
+        self, layers: tuple[int, int] | None = None, num_loops: int | None = None, max_loops: int | None = None
+    ) -> ModelConfig:
+        """This config with other layers looped, or to another depth; what is None stays, or is what LoopConfig says.
+
+        `max_loops` rises with `num_loops` where only the latter is given. LoadError for layers that cannot loop, and
+        for depths of a model that has no looped layers.
+        """
+        if layers is None and num_loops is None and max_loops is None:
+            return self
+        if layers is None and self.loop is None:
+            raise LoadError(f"this {self.family} model has no looped layers; give loop_layers=(a, b) with the depth")
+        known = self.loop or LoopConfig((0, self.num_layers))
+        depth = known.num_loops if num_loops is None else num_loops
+        if max_loops is None:
+            max_loops = max(known.max_loops, depth)
+        elif num_loops is None:
+            depth = min(depth, max_loops)
+        return replace(self, loop=LoopConfig(known.layers if layers is None else layers, depth, max_loops))
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

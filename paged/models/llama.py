@@ -18,15 +18,15 @@ from paged.models.config import ModelConfig
 from paged.models.fingerprint import fingerprint_of, tensor_digest
 from paged.models.layers import RMSNorm, silu_mul
 from paged.models.linear import PackedLinear, row_mode
-from paged.models.rotary import Rotary, Rotation
-from paged.ops.dispatch import get_backend
+from paged.models.rotary import Rotary
+from paged.models.step import Place, Step
 from paged.spec import KVSpec
 
 TensorOf = Callable[[str], torch.Tensor]  # Hugging Face name -> values
 
 
 @dataclass(slots=True)
-class _Layer:
+class Layer:
     """Weights of one layer; q, k and v are one product, gate and up another."""
 
     input_norm: RMSNorm
@@ -36,31 +36,6 @@ class _Layer:
     post_norm: RMSNorm
     gate_up: PackedLinear
     down: PackedLinear
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the rows of a layer lie: its page group, its index in the group's pages, its window."""
-
-    group: int
-    index: int
-    window: int
-
-
-class _Step:
-    """What the layers of one forward share: where pages are, the rotation, and memory, so that large steps do not
-    fetch fresh pages of memory in every operation."""
-
-    __slots__ = ("act", "backend", "normed", "plans", "rotate", "storage")
-
-    def __init__(self, model: LlamaModel, batch: ForwardBatch, storage: PageStorage) -> None:
-        config, rows = model.config, len(batch.tokens)
-        self.backend = get_backend(model.device)
-        self.storage = storage
-        self.plans = batch.plans(storage.page_size)
-        self.rotate = Rotation(model.rotary, self.plans[0].positions, config.num_heads + config.num_kv_heads)
-        self.normed = torch.empty(rows, config.hidden_size, device=model.device)
-        self.act = torch.empty(rows, config.intermediate_size, dtype=model.dtype, device=model.device)
 
 
 class LlamaModel(LanguageModel):
@@ -94,7 +69,7 @@ class LlamaModel(LanguageModel):
         self.vocab_size = config.vocab_size
         self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
         self.name = config.family
-        self._places, self.spec = _page_groups(config)
+        self._places, self.spec = self._page_groups(config)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.max_seq_len, self.device)
         self._scale = config.head_dim**-0.5
         self._digests: dict[str, bytes] = {}
@@ -111,21 +86,32 @@ class LlamaModel(LanguageModel):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`, new memory."""
-        step = _Step(self, batch, storage)
-        tokens = torch.from_numpy(batch.tokens.astype(np.int64))  # a copy: torch warns of arrays it may not write to
-        x = F.embedding(tokens.to(self.device), self._embed).float()
+        step, x = Step(self, batch, storage), self._embedded(batch)
         for layer, place in zip(self._layers, self._places, strict=True):
-            x += self._attention(layer, place, x, step)
-            normed = layer.post_norm(x, step.normed).to(self.dtype)
-            x += layer.down(silu_mul(layer.gate_up(normed), step.act))
+            self._run(layer, place, x, step)
+        return self._logits(x, batch)
+
+    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """What enters the first layer, fp32 `[T, hidden_size]`, new memory."""
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))  # a copy: torch warns of arrays it may not write to
+        return F.embedding(tokens.to(self.device), self._embed).float()
+
+    def _run(self, layer: Layer, place: Place, x: torch.Tensor, step: Step) -> None:
+        """Add what one layer contributes to x, `[T, hidden_size]`; its K and V rows are appended."""
+        x += self._attention(layer, place, x, step)
+        normed = layer.post_norm(x, step.normed).to(self.dtype)
+        x += layer.down(silu_mul(layer.gate_up(normed), step.act))
+
+    def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Final norm and head of the wanted rows, fp32 `[R, vocab_size]`; x stays as it is."""
         if len(batch.logit_rows) != len(x):
             x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(self.device))
         normed = self._final_norm(x, torch.empty_like(x)).to(self.dtype)
         return self._head(normed).float()
 
-    def _attention(self, layer: _Layer, place: _Place, x: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _attention(self, layer: Layer, place: Place, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The attention block's contribution to x, `[T, hidden_size]`; its K and V rows are appended."""
-        config, plan = self.config, step.plans[place.group]
+        config, plan = self.config, step.plan(place.group)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = layer.qkv(layer.input_norm(x, step.normed).to(self.dtype)).view(len(x), heads + 2 * kv_heads, dim)
         qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
@@ -137,6 +123,23 @@ class LlamaModel(LanguageModel):
             q.to(self.dtype), step.storage, place.index, plan, scale=self._scale, window=place.window
         )
         return layer.output(mixed.view(len(x), heads * dim))
+
+    def _page_groups(self, config: ModelConfig) -> tuple[list[Place], KVSpec]:
+        """One page group for each distinct window, in order of first use; a page has room for the largest group."""
+        if config.loop is not None:
+            raise ValueError(f"layers {config.loop.layers} of this config loop: it is a config for LoopedModel")
+        windows: list[int] = []
+        counts: list[int] = []
+        places = []
+        for window in config.layer_windows:
+            if window not in windows:
+                windows.append(window)
+                counts.append(0)
+            group = windows.index(window)
+            places.append(Place(group, counts[group], window))
+            counts[group] += 1
+        spec = KVSpec(max(counts), config.num_kv_heads, config.head_dim, len(windows), tuple(windows))
+        return places, spec
 
     # Weights --------------------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class LlamaModel(LanguageModel):
 
         return read
 
-    def _build_layer(self, index: int, read: TensorOf) -> _Layer:
+    def _build_layer(self, index: int, read: TensorOf) -> Layer:
         config, prefix = self.config, f"model.layers.{index}."
 
         def linear(names: tuple[str, ...], with_bias: bool) -> PackedLinear:
@@ -235,7 +238,7 @@ class LlamaModel(LanguageModel):
             q_norm, k_norm = (read(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
             each = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
             qk_norm = RMSNorm(torch.stack(each), config.rms_norm_eps)
-        return _Layer(
+        return Layer(
             input_norm=RMSNorm(read(prefix + "input_layernorm.weight").clone(), config.rms_norm_eps),
             qkv=linear(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.attention_bias),
             qk_norm=qk_norm,
@@ -245,7 +248,7 @@ class LlamaModel(LanguageModel):
             down=linear(("mlp.down_proj",), config.mlp_bias),
         )
 
-    def _fused_rows(self, layer: _Layer) -> dict[str, tuple[PackedLinear, int, int]]:
+    def _fused_rows(self, layer: Layer) -> dict[str, tuple[PackedLinear, int, int]]:
         """For each projection: the product that holds it, its first row there, its number of rows."""
         config = self.config
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -270,19 +273,3 @@ class LlamaModel(LanguageModel):
             "dtype": str(self.dtype).removeprefix("torch."),
             "row_mode": row_mode() if self.device.type == "cpu" and self.dtype == torch.float32 else "plain",
         }
-
-
-def _page_groups(config: ModelConfig) -> tuple[list[_Place], KVSpec]:
-    """One page group for each distinct window, in order of first use; a page has room for the largest group."""
-    windows: list[int] = []
-    counts: list[int] = []
-    places = []
-    for window in config.layer_windows:
-        if window not in windows:
-            windows.append(window)
-            counts.append(0)
-        group = windows.index(window)
-        places.append(_Place(group, counts[group], window))
-        counts[group] += 1
-    spec = KVSpec(max(counts), config.num_kv_heads, config.head_dim, len(windows), tuple(windows))
-    return places, spec

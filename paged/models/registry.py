@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,44 @@ import torch
 
 from paged.kv.storage import PageStorage
 from paged.models.base import ForwardBatch, LanguageModel
+from paged.models.config import LoopChange, ModelConfig
 from paged.spec import KVSpec
 
 ModelSource = str | os.PathLike[str] | LanguageModel | Any
 
 
-def load_model(source: ModelSource, *, max_seq_len: int | None = None, device: str = "auto") -> LanguageModel:
-    """A model from "smollm2", a .gguf file, a Hugging Face folder, "tiny:llama", "tiny:hybrid", or your own object.
+def load_model(
+    source: ModelSource,
+    *,
+    max_seq_len: int | None = None,
+    device: str = "auto",
+    loop_layers: tuple[int, int] | None = None,
+    loops: int | None = None,
+    max_loops: int | None = None,
+) -> LanguageModel:
+    """A model from "smollm2", a .gguf file, a Hugging Face folder, a tiny model ("tiny:llama", "tiny:hybrid",
+    "tiny:looped"), or your own object.
 
     `max_seq_len` lowers the model's own limit and cannot raise it. `device` is "auto" (a GPU if there is one),
     "cpu", "cuda" or "cuda:N"; the weights are fp32 on the CPU and bf16 on a GPU. An object of your own needs the
     attributes of `LanguageModel`, keeps its own device, and is not altered: it is returned as it is if it is a
     LanguageModel (and max_seq_len is not lowered), else behind a view of it.
 
+    `loop_layers=(a, b)` makes a LoopedModel of any Llama-like one: layers a .. b - 1 run `loops` times (default 8;
+    once gives the plain model's logits), or as often as a batch says, up to `max_loops` (default 32). A model that is
+    looped by its own config has these three from there, and each that is given here replaces one.
+
     LoadError (a ValueError) names the file and what was expected in it; TypeError names a missing attribute.
     """
     if isinstance(source, (str, os.PathLike)):
-        target = pick_device(device)
+        target, loop = pick_device(device), (loop_layers, loops, max_loops)
         if isinstance(source, str) and source.startswith("tiny:"):
             from paged.models.tiny import tiny_model
 
-            return tiny_model(source, max_seq_len=max_seq_len, device=target)
-        return _from_checkpoint(source, max_seq_len, target)
+            return tiny_model(source, max_seq_len=max_seq_len, device=target, loop=loop)
+        return _from_checkpoint(source, max_seq_len, target, loop)
+    if (loop_layers, loops, max_loops) != (None, None, None):
+        raise ValueError(f"loop_layers, loops and max_loops are for models on disk, got a {type(source).__name__}")
     return _own_model(source, max_seq_len)
 
 
@@ -50,15 +67,32 @@ def pick_device(device: str) -> torch.device:
     return found
 
 
-def _from_checkpoint(source: str | os.PathLike[str], max_seq_len: int | None, device: torch.device) -> LanguageModel:
-    from paged.loaders.open import open_checkpoint
+def build_model(
+    config: ModelConfig,
+    tensors: Callable[[str], torch.Tensor],
+    *,
+    max_seq_len: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LanguageModel:
+    """The model of a config, whatever its kind; the arguments are those of LlamaModel."""
     from paged.models.hybrid import HybridModel
     from paged.models.llama import LlamaModel
+    from paged.models.looped import LoopedModel
+
+    kind = HybridModel if config.delta is not None else LoopedModel if config.loop is not None else LlamaModel
+    return kind(config, tensors, max_seq_len=max_seq_len, device=device, dtype=dtype)
+
+
+def _from_checkpoint(
+    source: str | os.PathLike[str], max_seq_len: int | None, device: torch.device, loop: LoopChange
+) -> LanguageModel:
+    from paged.loaders.open import open_checkpoint
 
     checkpoint = open_checkpoint(source)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = (LlamaModel if checkpoint.config.delta is None else HybridModel)(
-        checkpoint.config,
+    model = build_model(
+        checkpoint.config.with_loop(*loop),
         lambda name: checkpoint.tensors.get(name, dtype),
         max_seq_len=max_seq_len,
         device=device,
@@ -78,7 +112,7 @@ _REQUIRED: tuple[tuple[str, type, str], ...] = (
     ("max_seq_len", int, "the positions it can hold, an int"),
     ("fingerprint", str, "a str that differs between models and between weights (see paged.models.fingerprint)"),
 )
-_OPTIONAL = ("eos_token_ids", "name", "device", "tokenizer", "chat", "state_spec")
+_OPTIONAL = ("eos_token_ids", "name", "device", "tokenizer", "chat", "state_spec", "default_loops", "max_loops")
 
 
 class _View(LanguageModel):

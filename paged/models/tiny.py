@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,8 @@ import xxhash
 from paged.errors import LoadError
 from paged.loaders.checkpoint import expected_tensors
 from paged.models.base import LanguageModel
-from paged.models.config import DeltaConfig, Family, ModelConfig
-from paged.models.hybrid import HybridModel
-from paged.models.llama import LlamaModel
+from paged.models.config import DeltaConfig, Family, LoopChange, LoopConfig, ModelConfig
+from paged.models.registry import build_model
 
 TINY_LLAMA = ModelConfig(
     family="llama",
@@ -45,12 +45,25 @@ TINY_HYBRID = ModelConfig(
 )
 
 
-def tiny_model(name: str, *, max_seq_len: int | None = None, device: str | torch.device = "cpu") -> LanguageModel:
-    """The model called "tiny:llama" or "tiny:hybrid"; its weights are the same in every process, on every machine."""
-    if name not in ("tiny:llama", "tiny:hybrid"):
-        raise LoadError(f'the tiny models are "tiny:llama" and "tiny:hybrid"; found {name!r}')
-    kind, config = (LlamaModel, TINY_LLAMA) if name == "tiny:llama" else (HybridModel, TINY_HYBRID)
-    model = kind(config, random_tensors(config).__getitem__, max_seq_len=max_seq_len, device=device)
+# One layer before the loop and none after it: at depth 1 this is tiny:llama, weights included.
+TINY_LOOPED = replace(TINY_LLAMA, loop=LoopConfig((1, 2), num_loops=8, max_loops=32))
+
+_TINY = {"tiny:llama": TINY_LLAMA, "tiny:hybrid": TINY_HYBRID, "tiny:looped": TINY_LOOPED}
+
+
+def tiny_model(
+    name: str,
+    *,
+    max_seq_len: int | None = None,
+    device: str | torch.device = "cpu",
+    loop: LoopChange = (None, None, None),
+) -> LanguageModel:
+    """The model called "tiny:llama", "tiny:hybrid" or "tiny:looped"; its weights are the same in every process, on
+    every machine. `loop` loops other layers of it, as ModelConfig.with_loop says."""
+    if name not in _TINY:
+        raise LoadError(f"the tiny models are {', '.join(_TINY)}; found {name!r}")
+    config = _TINY[name].with_loop(*loop)
+    model = build_model(config, random_tensors(config).__getitem__, max_seq_len=max_seq_len, device=device)
     model.name = name
     return model
 
