@@ -436,15 +436,14 @@ def test_a_tail_whose_rows_are_cached_already_is_not_taken(path) -> None:
     idle(other)
 
 
-def test_a_tail_is_copied_and_what_stood_behind_its_rows_is_not_in_the_file(path) -> None:
-    hand = Hand(3, partial=True)
-    hand.donate(span(900, 12))  # another prompt's rows, in the pages that come next
-    hand.cache.evict(3)
+@pytest.mark.parametrize("options", [{"partial": True}, {"kind": EchoHybrid}], ids=["tail", "checkpoint"])
+def test_what_stood_behind_the_rows_of_a_partial_page_is_not_in_the_file(path, options) -> None:
+    hand = Hand(4, **options)
+    hand.pool.storage.pages.fill_(7)  # another prompt's rows
     hand.donate(span(0, 5))
-    other = loaded(path, hand, 3, partial=True)
+    other = loaded(path, hand, 4, **options)
     pages = safe_open(path, framework="pt").get_tensor("pages")
-    assert bool(hand.pool.storage.pages[hand.cache.index.pages[1, 0], ..., 1:, 0].any())
-    assert not bool(pages[1, :, :, :, 1:].any())
+    assert not pages[1, :, :, :, 1:].any() and pages[1, :, :, :, 0].any()
     assert other.cache.match_len([*span(0, 5), 70]) == 5
     other.ask([*span(0, 5), 70]).release()
     idle(other)
@@ -476,6 +475,22 @@ def test_a_page_that_the_cache_lacks_behind_a_window_is_filled_in(path) -> None:
     other.check()
     other.ask(span(0, 9)).release()
     session.release()
+    idle(other)
+
+
+def test_a_chain_whose_pages_are_gone_is_not_there_again_though_places_of_it_are(path) -> None:
+    hand = Hand(12, windows=(6,))
+    session = hand.ask(span(0, 16))
+    hand.cache.insert(session, span(0, 16), "first")
+    session.eval(span(16, 8))
+    hand.cache.insert(session, span(0, 24), "second")
+    session.release()
+    hand.cache.evict(2)
+    assert [(c.preview, c.num_pages) for c in hand.cache.chains()] == [("second", 2)]
+    other = loaded(path, hand, 12, windows=(6,))
+    assert len(other.cache.index) == 6
+    assert [(c.preview, c.num_pages) for c in other.cache.chains()] == [("second", 2)]
+    other.ask(span(0, 25)).release()
     idle(other)
 
 
@@ -660,7 +675,7 @@ def test_a_loaded_checkpoint_becomes_an_opening_when_anyone_stops_there_again(pa
     hand = hybrid(20)
     keep(hand, span(0, 4))
     other = loaded(path, hand, 20, kind=EchoHybrid)
-    assert [c.opening for c in other.cache.checkpoints] == [False]
+    assert [(c.opening, c.donor) for c in other.cache.checkpoints] == [(False, -1)]  # sequences count from 1
     session = other.session()
     session.eval(span(0, 4))
     other.cache.insert(session, span(0, 4))
@@ -668,12 +683,24 @@ def test_a_loaded_checkpoint_becomes_an_opening_when_anyone_stops_there_again(pa
     other.check()
 
 
-def test_the_states_that_are_loaded_are_copies(path) -> None:
-    hand = hybrid()
-    keep(hand, span(0, 6))
-    other = loaded(path, hand, kind=EchoHybrid)
-    data = path.read_bytes()
-    for tensor in next(iter(other.cache.checkpoints)).snapshot.tensors.values():
-        tensor.zero_()
-    assert path.read_bytes() == data
-    loaded(path, hand, kind=EchoHybrid).ask(span(0, 9))
+@pytest.mark.parametrize("kind", [EchoModel, EchoHybrid])
+def test_what_was_loaded_needs_the_file_no_more(path, kind: type[EchoModel]) -> None:
+    hand = Hand(kind=kind)
+    hand.donate(span(0, 8))
+    other = loaded(path, hand, kind=kind)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert other.cache.match_len(span(0, 9)) == 8
+    other.ask(span(0, 9)).release()
+    idle(other)
+
+
+def test_pages_of_a_checkpoint_that_is_left_out_come_with_a_shorter_one(path) -> None:
+    hand, other = hybrid(20), hybrid(3)
+    keep(hand, span(0, 8))
+    keep(hand, span(0, 13))
+    hand.cache.save(path)
+    assert other.cache.load(path) == 2
+    assert other.cache.match_len(span(0, 14)) == 8
+    assert other.cache.stats.load_refused == 2
+    idle(other)
