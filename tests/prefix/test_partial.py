@@ -304,3 +304,24 @@ def test_the_closest_page_of_an_empty_rest_is_none() -> None:
     cursor = h.cache.cursor()
     h.cache.seek(cursor, ids(*A[:5]))
     assert (cursor.near, cursor.rows) == (-1, 0)
+
+
+# What peers' tests check -------------------------------------------------------------------------------------------
+
+
+def test_at_one_token_a_page_histories_share_exactly_their_common_tokens() -> None:
+    h = Hand(40, 1)
+    assert h.donate(span(0, 10)) == 10
+    assert h.donate([*span(0, 5), 70, 71, 72]) == 3
+    assert h.donate([*span(0, 5), 70, 71, 72]) == 0
+    assert h.cache.held_pages == 13
+    assert h.cache.match_len([*span(0, 5), 90, 91]) == 5
+
+
+def test_ids_that_stand_for_a_picture_match_only_at_their_place_and_only_for_that_picture() -> None:
+    h = hand(40)
+    picture, other = [800, 801, 802, 803], [810, 811, 812, 813]
+    h.donate([1, 2, *picture, 3, 4])
+    assert h.cache.match_len([1, 2, *picture, 3, 9]) == 7
+    assert h.cache.match_len([1, 2, *other, 3, 9]) == 2
+    assert h.cache.match_len([1, *picture, 3, 9]) == 1
