@@ -200,6 +200,8 @@ class PageTree:
         if self.listen is not None and len(cursor.nodes) > first:
             self._tell_stored(cursor, first, cursor.keys[first : len(cursor.nodes)], tokens[first * size :])
         self._trim(cursor, first)
+        if cursor.chain in self._chains:
+            self._forget(cursor.chain, 0)  # a donation of places alone, whose pages a window left, is none
         return merged
 
     def publish_tail(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> None:
