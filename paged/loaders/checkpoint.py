@@ -87,15 +87,35 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
             tensors[f"{prefix}{name}.weight"] = (out_features, in_features)
             if bias:
                 tensors[f"{prefix}{name}.bias"] = (out_features,)
-        tensors[prefix + "input_layernorm.weight"] = (hidden,)
-        tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if config.sphere is None:
+            tensors[prefix + "input_layernorm.weight"] = (hidden,)
+            tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        else:
+            tensors.update({prefix + name: shape for name, shape in _sphere_tensors(config).items()})
         if config.qk_norm and delta is None:
             tensors[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             tensors[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-    tensors["model.norm.weight"] = (hidden,)
+    if config.sphere is None:
+        tensors["model.norm.weight"] = (hidden,)
+    else:
+        tensors["lm_head.logit_scale"] = (config.vocab_size,)
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
+
+
+def _sphere_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Tensors of a layer of the family dory in place of the weights of norms."""
+    hidden, inner, q_rows = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    return {
+        "self_attn.gate_proj.weight": (q_rows, hidden),
+        "self_attn.sqk": (q_rows,),
+        "self_attn.s_gate": (q_rows,),
+        "mlp.suv_gate": (inner,),
+        "mlp.suv_up": (inner,),
+        "lambda_1": (hidden,),
+        "lambda_2": (hidden,),
+    }
 
 
 def _delta_tensors(delta: DeltaConfig, hidden: int) -> dict[str, Shape]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from paged.errors import LoadError
-from paged.models.config import FAMILIES, DeltaConfig, Family, ModelConfig, RopeScaling
+from paged.models.config import FAMILIES, DeltaConfig, Family, LoopConfig, ModelConfig, RopeScaling, SphereConfig
+
+_T = TypeVar("_T")
 
 # What the Hugging Face config classes assume where config.json leaves a field out.
 _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
@@ -24,7 +26,13 @@ _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
         "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16,
         "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     },
+    "dory": {
+        "num_key_value_heads": 4, "max_position_embeddings": 8192, "head_dim": 256, "sliding_window": 1024,
+        "initializer_range": 0.0177, "ngpt_alpha_init": 0.05, "n_input_layers": 8, "n_output_layers": 8,
+        "n_recurrent_loops": 2, "full_attention_interval": 4,
+    },
 }  # fmt: skip
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _LOOPED = "looped"  # a model_type of our own: a Llama with loop_layers, which the other families may have as well
 _HF_OUTER = ("tie_word_embeddings", "quantization_config")  # what stands beside a nested text_config
 _HF_ARCHITECTURES = {
@@ -34,6 +42,7 @@ _HF_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "DoryForCausalLM": "dory",
 }
 
 
@@ -44,6 +53,8 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     family = _hf_family(values, source)
     if family == "qwen3_5" and isinstance(text := values.get("text_config"), Mapping):
         values = {**text, **{key: values[key] for key in _HF_OUTER if key in values}}
+    if family == "dory":
+        values = _dory_layers(values)
     fields = _Fields({**_HF_DEFAULTS[family], **values}, source)
     fields.refuse_unless("hidden_act", "silu")
     fields.refuse_unless("quantization_config", None)
@@ -51,14 +62,18 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     num_layers = _num_layers(fields, "num_hidden_layers")
     max_seq_len = fields.integer("max_position_embeddings")
-    theta, scaling, limit = _hf_rope(fields, max_seq_len)
+    sphere, loop = (_dory_sphere(fields), _dory_loop(fields, num_layers)) if family == "dory" else (None, None)
+    theta, scaling, limit = _hf_rope(fields if sphere is None else _dory_rope(fields, _FULL, 1e7), max_seq_len)
     head_dim = fields.integer("head_dim", _divide(hidden_size, num_heads, source))
     if family == "qwen3_5":
-        window, layer_types = 0, _hf_hybrid_layers(fields, num_layers)
+        window, layer_types = 0, _hf_every_nth(fields, num_layers, "linear_attention")
+    elif family == "dory":
+        window, layer_types = fields.integer("sliding_window"), _hf_every_nth(fields, num_layers, "sliding_attention")
     else:
         window, layer_types = _hf_window(fields, family, num_layers)
-    bias = bool(fields.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_5")
-    config = fields.build(
+    bias = bool(fields.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_5", "dory")
+    config = fields.make(
+        ModelConfig,
         family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -74,12 +89,14 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         attention_bias=bias or family == "qwen2",
         output_bias=bias,
-        mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
+        mlp_bias=family in ("llama", "dory") and bool(fields.get("mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_5"),
         sliding_window=window,
         layer_types=layer_types,
         rotary_dim=_hf_rotary_dim(fields, family, head_dim),
         delta=_hf_delta(fields) if family == "qwen3_5" else None,
+        loop=loop,
+        sphere=sphere,
     )
     return _hf_loop(fields, config)
 
@@ -108,7 +125,8 @@ def config_from_gguf(
     max_seq_len = fields.integer("context_length")
     if scaling.kind == "yarn":
         max_seq_len = max(max_seq_len, int(scaling.factor * scaling.original_max_seq_len))
-    return fields.build(
+    return fields.make(
+        ModelConfig,
         family=family,
         vocab_size=rows or fields.integer("vocab_size", len(tokens) if tokens is not None else None),
         hidden_size=hidden_size,
@@ -169,9 +187,10 @@ class _Fields:
             wanted = "no such field" if supported is None else repr(supported)
             raise LoadError(f"{self.source}: only {wanted} is supported for {self.prefix}{name}, found {_short(value)}")
 
-    def build(self, **kwargs: Any) -> ModelConfig:
+    def make(self, kind: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """`kind(...)`, whose errors then name the file."""
         try:
-            return ModelConfig(**kwargs)
+            return kind(*args, **kwargs)
         except LoadError as error:
             raise LoadError(f"{self.source}: {error}") from None
 
@@ -223,15 +242,15 @@ def _hf_window(fields: _Fields, family: Family, num_layers: int) -> tuple[int, t
     first = fields.integer("max_window_layers", 28)
     types = fields.get("layer_types")
     if types is None:
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+        types = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
     return window, _layer_types(fields, types)
 
 
-def _hf_hybrid_layers(fields: _Fields, num_layers: int) -> tuple[str, ...]:
-    """Layer types of a hybrid; without a list of them every `full_attention_interval`-th is attention."""
+def _hf_every_nth(fields: _Fields, num_layers: int, other: str) -> tuple[str, ...]:
+    """Layer types; without a list of them every `full_attention_interval`-th is attention, and the rest is `other`."""
     types, interval = fields.get("layer_types"), fields.integer("full_attention_interval")
     if types is None and interval > 0:
-        types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+        types = [other if (layer + 1) % interval else _FULL for layer in range(num_layers)]
     return _layer_types(fields, types)
 
 
@@ -243,16 +262,14 @@ def _layer_types(fields: _Fields, types: Any) -> tuple[str, ...]:
 
 def _hf_delta(fields: _Fields) -> DeltaConfig:
     """Sizes of the layers that Hugging Face calls linear attention."""
-    try:
-        return DeltaConfig(
-            num_key_heads=fields.integer("linear_num_key_heads"),
-            num_value_heads=fields.integer("linear_num_value_heads"),
-            key_head_dim=fields.integer("linear_key_head_dim"),
-            value_head_dim=fields.integer("linear_value_head_dim"),
-            conv_kernel=fields.integer("linear_conv_kernel_dim"),
-        )
-    except LoadError as error:
-        raise LoadError(str(error) if fields.source in str(error) else f"{fields.source}: {error}") from None
+    return fields.make(
+        DeltaConfig,
+        num_key_heads=fields.integer("linear_num_key_heads"),
+        num_value_heads=fields.integer("linear_num_value_heads"),
+        key_head_dim=fields.integer("linear_key_head_dim"),
+        value_head_dim=fields.integer("linear_value_head_dim"),
+        conv_kernel=fields.integer("linear_conv_kernel_dim"),
+    )
 
 
 def _hf_loop(fields: _Fields, config: ModelConfig) -> ModelConfig:
@@ -263,10 +280,46 @@ def _hf_loop(fields: _Fields, config: ModelConfig) -> ModelConfig:
     if not isinstance(layers, list):
         raise LoadError(f"{fields.source}: expected a list [a, b] for loop_layers, found {_short(layers)}")
     depths = [fields.integer(name) if fields.get(name) is not None else None for name in ("num_loops", "max_loops")]
-    try:
-        return config.with_loop(tuple(layers), *depths)
-    except LoadError as error:
-        raise LoadError(f"{fields.source}: {error}") from None
+    return fields.make(config.with_loop, tuple(layers), *depths)
+
+
+def _dory_layers(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings that count a layer once: files count its attention and its mlp as two."""
+    types = values.get("layer_types")
+    if not isinstance(types, list) or "mlp" not in types:
+        return values
+    counts = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
+    halved = {name: values[name] // 2 for name in counts if isinstance(values.get(name), int)}
+    return {**values, **halved, "layer_types": types[::2]}
+
+
+def _dory_loop(fields: _Fields, num_layers: int) -> LoopConfig:
+    """The layers called recurrent; every iteration must have K and V of its own."""
+    fields.refuse_unless("recurrent_kv_cache_mode", "per_loop")
+    start, after = fields.integer("n_input_layers"), fields.integer("n_output_layers")
+    end = num_layers - after
+    if fields.integer("n_recurrent_layers", end - start) != end - start:
+        raise LoadError(
+            f"{fields.source}: n_input_layers, n_recurrent_layers and n_output_layers must add up to {num_layers} "
+            f"layers, found {start}, {fields.get('n_recurrent_layers')} and {after}"
+        )
+    loops = fields.integer("n_recurrent_loops")
+    return fields.make(LoopConfig, (start, end), loops, max(loops, 32))
+
+
+def _dory_rope(fields: _Fields, kind: str, theta: float) -> _Fields:
+    """The settings with the rotary embedding of one kind of layers alone; unscaled, as it is in every such model."""
+    raw = fields.get("rope_parameters", {})
+    rope = raw.get(kind, {}) if isinstance(raw, Mapping) and "rope_theta" not in raw else None
+    if not isinstance(rope, Mapping):
+        raise LoadError(f"{fields.source}: expected rope_parameters of each kind of layers, found {_short(raw)}")
+    _Fields(rope, fields.source, f"rope_parameters.{kind}.").refuse_unless("rope_type", "default")
+    return _Fields({**fields.values, "rope_parameters": {"rope_theta": theta, **rope}}, fields.source)
+
+
+def _dory_sphere(fields: _Fields) -> SphereConfig:
+    sliding, _, _ = _hf_rope(_dory_rope(fields, _SLIDING, 1e4), 1)
+    return fields.make(SphereConfig, fields.number("initializer_range"), fields.number("ngpt_alpha_init"), sliding)
 
 
 def _hf_rotary_dim(fields: _Fields, family: Family, head_dim: int) -> int:

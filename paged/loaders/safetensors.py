@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,12 @@ from paged.models.config import ModelConfig
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_NESTED = "model.language_model."  # where a checkpoint of text and images keeps what is "model." in one of text
+_RENAMED = (
+    (r"^model\.language_model\.|^backbone\.", "model."),  # of text and images; of the family dory, as are these:
+    (r"^model\.embeddings\.", "model.embed_tokens."),
+    (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+)
+_BLOCK = re.compile(r"\.layers\.(\d+)\.(mixer|attn_alpha|mlp_alpha)(?=\.|$)")
 _HARMLESS = r"\.rotary_emb\.inv_freq$|^mtp\.|^model\.visual\."  # what text alone has no use for
 _FLOATS = ("F64", "F32", "F16", "BF16")  # integers and 8-bit floats need scales to mean a value
 
@@ -39,7 +45,7 @@ class SafetensorsFiles(TensorSource):
         for name, file in file_of.items():
             if name not in stored[file]:
                 raise MissingTensor(f"{folder / file}: expected tensor {name}, which {_INDEX} places there, found none")
-        names = {name.replace(_NESTED, "model.", 1) if name.startswith(_NESTED) else name: name for name in file_of}
+        names = {_common_name(name): name for name in file_of}
         self._spare_head = tied and _EMBEDDING in names and _HEAD in names
         if tied and _EMBEDDING not in names and _HEAD in names:
             names = {_EMBEDDING: _HEAD, **names}  # of two tied tensors, either may have been saved
@@ -117,6 +123,18 @@ def read_safetensors(folder: str | os.PathLike[str]) -> Checkpoint:
         eos_ids = tokenizer.eos_ids
     chat = _template(folder, tokenizer_settings, tokenizer)
     return Checkpoint(config, str(folder), tensors, tokenizer, chat, tuple(dict.fromkeys(eos_ids)))
+
+
+def _common_name(name: str) -> str:
+    """What a tensor is called in models of text that count attention and mlp as one layer."""
+    for pattern, plain in _RENAMED[:2]:
+        name = re.sub(pattern, plain, name)
+    block = _BLOCK.search(name)
+    if block is not None:
+        layer, kind = int(block[1]), block[2]
+        part = {"attn_alpha": "lambda_1", "mlp_alpha": "lambda_2"}.get(kind, ("self_attn", "mlp")[layer % 2])
+        name = f"{name[: block.start()]}.layers.{layer // 2}.{part}{name[block.end() :]}"
+    return re.sub(*_RENAMED[2], name)
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from paged.errors import LoadError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_5"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_5", "dory"]
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "dory")
 
 LoopChange = tuple[tuple[int, int] | None, int | None, int | None]  # what ModelConfig.with_loop takes
 
@@ -77,6 +77,24 @@ class DeltaConfig:
         return 2 * self.key_size + self.value_size
 
 
+@dataclass(frozen=True, slots=True)
+class SphereConfig:
+    """Constants of a model whose hidden states stay on the unit sphere (nGPT, https://arxiv.org/abs/2410.01131).
+
+    initializer_range  value that a learned scale has in a file when it stands for its initial value
+    ngpt_alpha_init    initial rate at which a layer moves its input towards what it computed
+    sliding_theta      rotary theta of the layers with a window; the others have the model's rope_theta
+    """
+
+    initializer_range: float
+    ngpt_alpha_init: float
+    sliding_theta: float
+
+    def __post_init__(self) -> None:
+        for name in ("initializer_range", "ngpt_alpha_init", "sliding_theta"):
+            _positive_number(name, getattr(self, name))
+
+
 MAX_LOOPS = 64  # iterations at most: each has its row in every page table, and a damaged file may claim billions
 
 
@@ -119,9 +137,11 @@ class ModelConfig:
     rotary_dim      leading values of a head that the rotary embedding turns; 0 = the whole head
     delta           sizes of the "linear_attention" layers; None = there are none
     loop            the layers that are iterated; None = each layer runs once
+    sphere          constants of the family dory; None in every other
 
-    The activation is always SiLU. The family qwen3_5 means more than these say: norms whose weights are counted from
-    1, and a gate on the output of attention.
+    The activation is always SiLU. Two families mean more than these say. qwen3_5: norms whose weights are counted from
+    1, and a gate on the output of attention. dory: norms without weights, interpolation where others add, a gate on
+    the output of attention, learned scales, and an input that every iteration of the loop block gets again.
     """
 
     family: Family
@@ -146,6 +166,7 @@ class ModelConfig:
     rotary_dim: int = 0
     delta: DeltaConfig | None = None
     loop: LoopConfig | None = None
+    sphere: SphereConfig | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -156,9 +177,7 @@ class ModelConfig:
         ):  # fmt: skip
             _positive_int(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise LoadError(f"{name} must be a positive number, got {value!r}")
+            _positive_number(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise LoadError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads}:{self.num_kv_heads}")
         if self.head_dim % 2:
@@ -181,6 +200,10 @@ class ModelConfig:
                 raise LoadError("layer_types names a sliding_attention layer but sliding_window is 0")
         if self.delta is not None and len(set(self.layer_types)) != 2:
             raise LoadError("a hybrid needs layers of both kinds in layer_types, linear_attention and full_attention")
+        if (self.sphere is not None) != (self.family == "dory"):
+            raise LoadError(f"hidden states on a sphere belong to the family dory, got {self.family} and {self.sphere}")
+        if self.family == "dory" and self.loop is None:
+            raise LoadError("a model of the family dory needs a loop, got none")
         if self.loop is not None:
             if self.delta is not None:
                 raise LoadError("the layers of a hybrid cannot loop: a delta layer has one state, not one an iteration")
@@ -248,6 +271,11 @@ class ModelConfig:
 def _positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LoadError(f"{name} must be a positive int, got {value!r}")
+
+
+def _positive_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise LoadError(f"{name} must be a positive number, got {value!r}")
 
 
 def _check_scaling(scaling: RopeScaling, rotary_dim: int) -> None:

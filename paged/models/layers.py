@@ -40,6 +40,12 @@ class RMSNorm:
         return torch.div(x, norm, out=out).mul_(self._scaled)
 
 
+def unit_norm(x: torch.Tensor, out: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """`x / sqrt(sum(x ** 2) + eps)` over the last dimension of fp32 x, into `out`, which is not x."""
+    torch.mul(x, x, out=out)
+    return torch.div(x, out.sum(-1, keepdim=True).add_(eps).sqrt_(), out=out)
+
+
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """SwiGLU's product: `silu(gate) * up` for rows `gate_up [M, 2 N]` = (gate, up), into contiguous `out [M, N]`."""
     width = out.shape[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +11,16 @@ import torch
 
 from paged.kv.pages import PagePool
 from paged.kv.storage import PageStorage
-from paged.models.base import ForwardBatch
+from paged.models.base import ForwardBatch, LanguageModel
 from paged.models.config import ModelConfig
 from paged.models.llama import LlamaModel
 from paged.models.step import Place, Step
 from paged.spec import KVSpec
 
 
-class LoopedModel(LlamaModel):
-    """A LlamaModel whose layers a .. b - 1, the loop block, run `loops` times in a row. The n - b layers after them
-    and the a layers before them run once, as do the final norm and the head. With one loop it is the plain model.
+class Loops(LanguageModel):
+    """What every looped model is: layers 0 .. a - 1 run once, layers a .. b - 1, the loop block, run `loops` times in
+    a row, layers b .. n - 1 run once, then the head.
 
     loop_layers    (a, b)
     default_loops  iterations where a batch gives none
@@ -28,6 +29,7 @@ class LoopedModel(LlamaModel):
     after_group    page group of the layers after the block; None if b = n
     first_group    page group of iteration 0; iteration i has first_group + i, and spec.num_groups is
                    first_group + max_loops
+    residual_size  values a row of what one iteration hands to the next (`run_loops`)
 
     A sequence of depth L uses the groups below `first_group + L`; the rows of its page table beyond may be -1 and are
     neither read nor written. Iteration i depends on the iterations before it alone, so rows computed at one depth
@@ -38,10 +40,40 @@ class LoopedModel(LlamaModel):
     A group whose layers have different windows keeps the rows that the widest of them sees.
     """
 
+    config: ModelConfig
     loop_layers: tuple[int, int]
     before_group: int | None
     after_group: int | None
     first_group: int
+    residual_size: int
+    _layers: Sequence[Any]
+    _places: list[Place]
+
+    # What the kinds of looped models differ in ----------------------------------------------------------------
+
+    if TYPE_CHECKING:  # a class beside this one in the bases has them
+
+        def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+            """What enters the first layer, fp32 `[T, hidden_size]`, new memory."""
+            ...
+
+        def _run(self, layer: Any, place: Place, x: torch.Tensor, step: Any) -> None:
+            """Run one layer in x; its K and V rows are appended."""
+
+        def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+            """Head of the wanted rows; x stays as it is."""
+            ...
+
+        def _step(self, batch: ForwardBatch, storage: PageStorage, seqs: npt.NDArray[np.bool_] | None = None) -> Step:
+            """What the layers share, of all rows or of those of the sequences `seqs`."""
+            ...
+
+    def _carried(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What iterations hand on, from what enters the block: x, and beside it what they only read."""
+        return [x]
+
+    def _enter(self, carried: list[torch.Tensor]) -> None:
+        """What happens to x, the first of these, before each iteration."""
 
     # Computing ------------------------------------------------------------------------------------------------
 
@@ -51,10 +83,10 @@ class LoopedModel(LlamaModel):
 
         ValueError for a depth outside 1 .. max_loops; then nothing was written.
         """
-        depths, step = self._depths(batch, 0), Step(self, batch, storage)
-        x = self._before(batch, step)
-        self._iterate(x, batch, step, depths, 0)
-        return self._after(x, batch, step)
+        depths, step = self._depths(batch, 0), self._step(batch, storage)
+        carried = self._before(batch, step)
+        self._iterate(carried, batch, step, depths, 0)
+        return self._after(carried[0], batch, step)
 
     @torch.inference_mode()
     def run_loops(
@@ -62,7 +94,7 @@ class LoopedModel(LlamaModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward`, from `residual` after `start` iterations on; returns the logits and the residual after the last.
 
-        The residual is fp32 `[T, hidden_size]` on the model's device: what the loop block gave for each row of the
+        The residual is fp32 `[T, residual_size]` on the model's device: what the loop block gave for each row of the
         batch. None (with `start` = 0) begins with the tokens. Given one, only the iterations from `start` on and the
         layers after the block run: they write the groups from `first_group + start` on and `after_group`, and read no
         other, so that rows computed at depth 4 become those of depth 8, bit for bit, at the cost of four iterations.
@@ -72,15 +104,20 @@ class LoopedModel(LlamaModel):
         nothing was written.
         """
         depths = self._depths(batch, start)
-        shape = (len(batch.tokens), self.config.hidden_size)
+        shape = (len(batch.tokens), self.residual_size)
         if residual is None and start:
             raise ValueError(f"the residual after {start} iterations is needed to go on from there, got none")
         if residual is not None and tuple(residual.shape) != shape:
             raise ValueError(f"the residual of this batch must have shape {shape}, got {tuple(residual.shape)}")
-        step = Step(self, batch, storage)
-        x = self._before(batch, step) if residual is None else residual.to(self.device, torch.float32, copy=True)
-        self._iterate(x, batch, step, depths, start)
-        return self._after(x if self.after_group is None else x.clone(), batch, step), x
+        step = self._step(batch, storage)
+        if residual is None:
+            carried = self._before(batch, step)
+        else:
+            parts = residual.split(self.config.hidden_size, 1)
+            carried = [part.to(self.device, torch.float32).clone() for part in parts]
+        self._iterate(carried, batch, step, depths, start)
+        after = torch.cat(carried, 1)  # a copy: the layers after the block change x
+        return self._after(carried[0], batch, step), after
 
     def _depths(self, batch: ForwardBatch, start: int) -> npt.NDArray[np.int32]:
         """Iterations of each sequence, [S]; ValueError if one of them cannot be, going on after `start`."""
@@ -96,31 +133,31 @@ class LoopedModel(LlamaModel):
             raise ValueError(f"a batch can go on after 0 to {least} loops, the least of its sequences, got {start}")
         return depths
 
-    def _before(self, batch: ForwardBatch, step: Step) -> torch.Tensor:
-        """What enters the loop block, `[T, hidden_size]`."""
+    def _before(self, batch: ForwardBatch, step: Step) -> list[torch.Tensor]:
+        """What is carried into the first iteration."""
         x, (start, _) = self._embedded(batch), self.loop_layers
         for layer, place in zip(self._layers[:start], self._places[:start], strict=True):
             self._run(layer, place, x, step)
-        return x
+        return self._carried(x)
 
     def _iterate(
-        self, x: torch.Tensor, batch: ForwardBatch, step: Step, depths: npt.NDArray[np.int32], done: int
+        self, carried: list[torch.Tensor], batch: ForwardBatch, step: Step, depths: npt.NDArray[np.int32], done: int
     ) -> None:
-        """Iterations from `done` on, in x, each of the rows whose sequences are deep enough."""
+        """Iterations from `done` on, in the first of `carried`, each of the rows whose sequences are deep enough."""
         first, last = self.loop_layers
         for depth in np.unique(depths).tolist():  # a stretch of iterations that the same sequences run
-            deep, part, rows = depths >= depth, step, None
-            here = x
+            deep, part, rows, here = depths >= depth, step, None, carried
             if not deep.all():
-                part = Step(self, batch, step.storage, deep)
+                part = self._step(batch, step.storage, deep)
                 rows = torch.from_numpy(np.flatnonzero(np.repeat(deep, np.diff(batch.q_indptr)))).to(self.device)
-                here = x.index_select(0, rows)
+                here = [values.index_select(0, rows) for values in carried]
             for iteration in range(done, depth):
+                self._enter(here)
                 for layer, place in zip(self._layers[first:last], self._places[first:last], strict=True):
-                    self._run(layer, Place(place.group + iteration, place.index, place.window), here, part)
+                    self._run(layer, Place(place.group + iteration, place.index, place.window), here[0], part)
             if rows is not None:
-                x.index_copy_(0, rows, here)
-            done = max(done, depth)
+                carried[0].index_copy_(0, rows, here[0])
+            done = depth
 
     def _after(self, x: torch.Tensor, batch: ForwardBatch, step: Step) -> torch.Tensor:
         """The layers after the loop block, added to x, and the logits."""
@@ -136,6 +173,7 @@ class LoopedModel(LlamaModel):
         loop = config.loop
         if loop is None:
             raise ValueError(f"a looped model needs a config with loop layers, got one of the family {config.family}")
+        self.residual_size = config.hidden_size
         self.loop_layers, self.default_loops, self.max_loops = loop.layers, loop.num_loops, loop.max_loops
         start, end = loop.layers
         before, block, after = range(start), range(start, end), range(end, config.num_layers)
@@ -168,6 +206,16 @@ class LoopedModel(LlamaModel):
         if num_pages is None and num_bytes is None and page_size > 0:
             num_pages = 4 * (self.first_group + self.default_loops) * -(-self.max_seq_len // page_size)
         return super().create_kv_pool(num_pages, page_size, kv_dtype, num_bytes)
+
+
+class LoopedModel(Loops, LlamaModel):
+    """A LlamaModel with a run of layers that loops. With one loop it is the plain model, bit for bit.
+
+    The loop block begins with what the layers before it gave, and goes on with what it gave itself.
+    """
+
+    def _step(self, batch: ForwardBatch, storage: PageStorage, seqs: npt.NDArray[np.bool_] | None = None) -> Step:
+        return Step(self, batch, storage, seqs)
 
     def extra_info(self) -> dict[str, Any]:
         """What a LlamaModel says, and which layers loop, and how often."""

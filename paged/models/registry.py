@@ -76,11 +76,17 @@ def build_model(
     dtype: torch.dtype = torch.float32,
 ) -> LanguageModel:
     """The model of a config, whatever its kind; the arguments are those of LlamaModel."""
+    from paged.models.dory import DoryModel
     from paged.models.hybrid import HybridModel
     from paged.models.llama import LlamaModel
     from paged.models.looped import LoopedModel
 
-    kind = HybridModel if config.delta is not None else LoopedModel if config.loop is not None else LlamaModel
+    if config.family == "qwen3_5":
+        kind = HybridModel
+    elif config.family == "dory":
+        kind = DoryModel
+    else:
+        kind = LlamaModel if config.loop is None else LoopedModel
     return kind(config, tensors, max_seq_len=max_seq_len, device=device, dtype=dtype)
 
 

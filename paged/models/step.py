@@ -16,6 +16,7 @@ from paged.ops.dispatch import get_backend
 from paged.ops.plan import AttendPlan, make_plan
 
 if TYPE_CHECKING:
+    from paged.models.dory import DoryModel
     from paged.models.llama import LlamaModel
 
 
@@ -35,7 +36,11 @@ class Step:
     __slots__ = ("_batch", "_kv_lens", "_plans", "_q_indptr", "_seqs", "act", "backend", "normed", "rotate", "storage")
 
     def __init__(
-        self, model: LlamaModel, batch: ForwardBatch, storage: PageStorage, seqs: npt.NDArray[np.bool_] | None = None
+        self,
+        model: LlamaModel | DoryModel,
+        batch: ForwardBatch,
+        storage: PageStorage,
+        seqs: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         """Of all rows of the batch, or of those of the sequences marked in `seqs`, bool [S]."""
         self._batch, self._seqs = batch, seqs

@@ -76,11 +76,12 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
     of their state in about twenty tokens, some heads sooner, some later.
     """
     tensors = {}
+    head = 3.0 if config.sphere is not None else 3.0 / math.sqrt(config.hidden_size)  # what it multiplies has length 1
     for name, shape in expected_tensors(config).items():
         rng = np.random.Generator(np.random.PCG64(xxhash.xxh3_64_intdigest(name.encode(), seed=seed)))
         values = rng.standard_normal(shape, dtype=np.float32)
         if len(shape) == 2 and name != "model.embed_tokens.weight":
-            values *= (3.0 if name == "lm_head.weight" else 1.5) / math.sqrt(shape[1])
+            values *= head if name == "lm_head.weight" else 1.5 / math.sqrt(shape[1])
         elif name.endswith("norm.weight"):
             centre = 0.0 if config.delta is not None and ".linear_attn." not in name else 1.0
             values = centre + 0.1 * values
@@ -91,18 +92,19 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
                 values *= 1.5 / math.sqrt(shape[-1])
         elif name.endswith(".bias"):
             values *= 0.5
+        elif config.sphere is not None and len(shape) == 1:
+            values = (1.0 if ".suv_" in name else config.sphere.initializer_range) * (1.0 + 0.2 * values)
         elif config.tie_embeddings:
-            values *= 3.0 / math.sqrt(shape[1])
+            values *= head
         tensors[name] = torch.from_numpy(values)
     return tensors
 
 
 def tiny_hf_settings(family: Family = "llama", **overrides: Any) -> dict[str, Any]:
     """A Hugging Face config.json, as a dict, of a random model of `family` that runs in milliseconds."""
-    architectures = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
     settings: dict[str, Any] = {
         "model_type": "qwen3_5_text" if family == "qwen3_5" else family,
-        "architectures": [architectures[family] + "ForCausalLM"],
+        "architectures": [family.capitalize() + "ForCausalLM"],
         "vocab_size": 96,
         "hidden_size": 48,
         "intermediate_size": 80,
@@ -131,4 +133,8 @@ def tiny_hf_settings(family: Family = "llama", **overrides: Any) -> dict[str, An
             "linear_conv_kernel_dim": 4,
         }
         del settings["sliding_window"]
+    if family == "dory":
+        loop = {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "ngpt_alpha_init": 0.2}
+        settings |= {"num_hidden_layers": 4, "sliding_window": 9, **loop}
+        del settings["rope_theta"]
     return {**settings, **overrides}

@@ -144,11 +144,11 @@ def test_a_row_has_the_same_bits_at_its_depth_whatever_the_depth_of_its_neighbou
     try:
         model = looped(replace(TINY_LOOPED, loop=LoopConfig((1, 2), 3, 8)) if name == "tiny" else config_of(name))
         tokens = random_tokens(100, model.vocab_size)
-        for depth in (1, 4, 8):
+        for depth in (1, 4, 8) if threads == 1 else (4,):  # threads of small steps mostly wait for each other
             want = at_depth(model, tokens, depth)
             assert want.isfinite().all()
             assert torch.equal(at_depth(model, tokens, depth, 33, page_size=4), want)
-            for chunk in (100, 13):
+            for chunk in (100, 13) if threads == 1 else (30,):
                 assert torch.equal(mixed(model, tokens, depth, chunk), want), f"depth {depth}, chunks of {chunk}"
     finally:
         torch.set_num_threads(before)

@@ -59,7 +59,7 @@ def residual_after(model: LoopedModel, batch: ForwardBatch, feeder: Feeder, loop
     if loops:
         return model.run_loops(batch, feeder.storage)[1]
     model.forward(batch, feeder.storage)
-    return model._before(batch, Step(model, batch, feeder.storage)).clone()
+    return model._before(batch, Step(model, batch, feeder.storage))[0]
 
 
 def test_the_first_iterations_need_no_pages_to_go_on(tiny):
