@@ -605,7 +605,7 @@ def test_pages_that_checkpoints_share_are_saved_once_and_shared_again(path) -> N
     keep(hand, span(0, 8))
     keep(hand, span(0, 13))
     assert hand.cache.held_pages == 4
-    other = loaded(path, hand, 20, kind=EchoHybrid)
+    other = loaded(path, hand, 4, kind=EchoHybrid)
     assert other.cache.held_pages == 4
     first, second = other.cache.checkpoints
     assert first.pages[0].tolist() == second.pages[0, :2].tolist()
