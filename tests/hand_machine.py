@@ -310,15 +310,17 @@ class HandMachine(RuleBasedStateMachine):
             self.insert_checkpoint(session, tokens, opening)
             return
         items = self.whole_pages(session, tokens)
-        whole = len(tokens) // self.size * self.size
+        tail = set()
+        if self.options["partial"] and len(tokens) == session.n_past and len(tokens) % self.size:
+            tail = {(session.namespace, tuple(tokens), group) for group in range(self.groups)}
         known = any(name == session.namespace and list(p[: len(tokens)]) == tokens for name, p, _ in self.cached)
-        if self.options["partial"] and len(tokens) == session.n_past > whole and not known:
-            items |= {(session.namespace, tuple(tokens), group) for group in range(self.groups)}
-        new = items - self.cached
+        # Beside a place whose page a window left, a page that has the tail's rows may not be seen.
+        optional = tail - self.cached if known and any(self.windows) else set()
+        new = (items if known else items | tail) - self.cached
         bound = self.options["max_pages"]
         inserted = self.cache.insert(session, tokens)
-        self.settle(new, None if bound else 0, self.superseded(new))
-        assert bound or inserted == len(new)
+        self.settle(new | optional, None if bound else 0, self.superseded(new | optional) | optional)
+        assert bound or inserted in (len(new), len(new) + len(optional))
         self.sits_on_cached_pages(session, tokens)
         self.ends_with_pages(session, tokens)
 

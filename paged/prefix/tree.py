@@ -194,7 +194,7 @@ class PageTree:
                 cursor.closed = True
                 break
             own = tokens[column * size : (column + 1) * size]
-            if column == first:  # what follows has a new parent, without children
+            if column == first and int(pages[:, column].min()) >= 0:  # what follows has a new parent, without children
                 self._supersede(cursor, own)
             self._enter(cursor, key, own, pages[:, column], preview)
         if self.listen is not None and len(cursor.nodes) > first:
@@ -214,7 +214,8 @@ class PageTree:
         rows = tokens[len(tokens) // size * size :]
         if not len(rows) or len(cursor.nodes) != len(tokens) // size or not self._may_publish(cursor):
             return
-        if index.closest(cursor, rows)[1] == len(rows):
+        node, shared = index.closest(cursor, rows)
+        if shared == len(rows) and int(index.pages[node].min()) >= 0:
             return
         parent = cursor.keys[len(cursor.nodes) - 1] if cursor.nodes else cursor.root
         key = index.hash_page(parent, rows.astype("<i4", copy=False).tobytes())

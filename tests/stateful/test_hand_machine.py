@@ -33,7 +33,7 @@ HandMachine.TestCase.settings = settings(
 TestHandMachine = HandMachine.TestCase
 
 SETTINGS = settings(
-    max_examples=400,
+    max_examples=600,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -65,6 +65,7 @@ class Checkpoints(HandMachine):
 
 class FewCheckpoints(Checkpoints):
     states = (2,)
+    fork = branch = begin = publish = save_and_load = load_elsewhere = drop = release_cache = press = None
 
 
 class Pinning(HandMachine):
