@@ -354,7 +354,8 @@ class HandMachine(RuleBasedStateMachine):
         self.cache.insert(session, tokens, opening=opening)
         self.settle(new, None if full else copies - self.free if new - self.cached else 0)
         assert new <= self.cached, "the newest checkpoint was not kept"
-        assert len(self.cached) <= max(self.options["max_states"], len(self.pins) + 1)  # expired ones too, until they end
+        stay = len(self.pins)  # those whose time is over among them, until a call ends them
+        assert len(self.cached) <= max(self.options["max_states"], stay + 1)
 
     @precondition(lambda self: not self.hybrid)
     @rule(n=numbers)
