@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from paged.errors import GeometryMismatch, InvalidRequest, PromptTooLong, check
+from paged.errors import GeometryMismatch, InvalidRequest, LoopsMismatch, PromptTooLong, check
 from paged.kv.page_table import PageTable
 from paged.kv.pages import Int32, PagePool
 from paged.kv.state import UNKNOWN
@@ -15,6 +15,7 @@ from paged.models.base import ForwardBatch, LanguageModel
 from paged.prefix.hashing import as_tokens
 from paged.sampler import sample_one
 from paged.sampling import SamplingParams, draw_seed
+from paged.spec import KVView
 
 CHUNK = 512  # rows evaluated at once; results do not depend on it, memory does
 
@@ -32,17 +33,30 @@ class Session:
     window only those that it can still see; the state is at `n_past`, or not valid since a forward failed.
     """
 
-    def __init__(self, model: LanguageModel, pool: PagePool, namespace: str = "") -> None:
-        """GeometryMismatch unless `pool` was made by `model.create_kv_pool`."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        pool: PagePool,
+        loops: int | None = None,
+        cache_window: int = 0,
+        namespace: str = "",
+    ) -> None:
+        """`loops` is the depth in a looped model (None: its default). With a `cache_window` W > 0 every token sees the
+        last W positions alone, itself included, in every layer.
+
+        GeometryMismatch unless `pool` was made by `model.create_kv_pool`, ValueError for a depth or window that the
+        model does not take.
+        """
         storage = pool.storage
         if storage is None or storage.spec != model.spec or pool.fingerprint != model.fingerprint:
             raise GeometryMismatch("this pool was made for another model; make one with model.create_kv_pool()")
         self.model = model
         self.pool = pool
         self.storage = storage
+        self.view = model.view(loops, cache_window)
         self.namespace = namespace
         self.id = next(_ids)
-        self.table = PageTable(pool, model.spec.num_groups)
+        self.table = PageTable(pool, model.spec.num_groups, self.view.groups)
         self.states = model.create_state_pool(1)
         self.logits: torch.Tensor | None = None
         self._tokens = np.zeros(64, np.int32)
@@ -70,6 +84,13 @@ class Session:
         new = as_tokens(tokens)
         if not len(new):
             return self.logits
+        self._admit(new)
+        for start in range(0, len(new), CHUNK):
+            self._eval_chunk(new[start : start + CHUNK])
+        return self.logits
+
+    def _admit(self, new: Int32) -> None:
+        """Refuse tokens that this session cannot take."""
         if self._n_past + len(new) > self.model.max_seq_len:
             raise PromptTooLong(
                 f"the session would hold {self._n_past + len(new)} tokens, and the model holds {self.model.max_seq_len}"
@@ -77,29 +98,126 @@ class Session:
         if int(new.min()) < 0 or int(new.max()) >= self.model.vocab_size:
             bad = int(new.max()) if int(new.max()) >= self.model.vocab_size else int(new.min())
             raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}, got {bad}")
-        for start in range(0, len(new), CHUNK):
-            self._eval_chunk(new[start : start + CHUNK])
-        return self.logits
 
     def _eval_chunk(self, new: Int32) -> None:
-        end, before = self._n_past + len(new), self.table.num_pages
-        self.table.ensure(self._n_past, end)
-        batch = ForwardBatch(
-            tokens=new,
-            q_indptr=np.array([0, len(new)], np.int32),
-            kv_lens=np.array([end], np.int32),
-            page_tables=self.table.rows[:, None, :],
-            logit_rows=np.array([len(new) - 1], np.int32),
-            state_slots=None if self.states is None else np.zeros(1, np.int32),
-            states=self.states,
-        )
+        before = self.table.num_pages
+        self.table.ensure(self._n_past, self._n_past + len(new))
         try:
-            self.logits = self.model.forward(batch, self.storage)[0]
+            self.logits = self.model.forward(self.batch(new), self.storage)[0]
         except BaseException:
             self.table.truncate(before)  # a fork would share pages that both then write
             raise
+        self.advance(new)
+
+    def batch(self, new: Int32, num_logits: int = 1) -> ForwardBatch:
+        """The rows of `new` behind the history, whose pages the table has; logits of the last `num_logits` of them."""
+        view = self.view
+        return ForwardBatch(
+            tokens=new,
+            q_indptr=np.array([0, len(new)], np.int32),
+            kv_lens=np.array([self._n_past + len(new)], np.int32),
+            page_tables=self.table.rows[:, None, :],
+            logit_rows=np.arange(len(new) - num_logits, len(new), dtype=np.int32),
+            state_slots=None if self.states is None else np.zeros(1, np.int32),
+            states=self.states,
+            loops=np.array([view.loops], np.int32) if view.loops else None,
+            cache_windows=np.array([view.cache_window], np.int32) if view.cache_window else None,
+        )
+
+    def use(self, view: KVView) -> None:
+        """Go on at a smaller depth: rows of deeper iterations are given back. The last logits are of no more use."""
+        self.table.narrow(view.groups)
+        self.view, self.logits = view, None
+
+    def eval_residual(self, tokens: object, num_logits: int = 1) -> torch.Tensor:
+        """`eval` of at most 512 tokens in a looped model that also returns the residual after its last iteration,
+        fp32 [tokens, residual_size] (see `Loops.run_loops`); `logits` are then those of the last token."""
+        new = as_tokens(tokens)
+        self._admit(new)
+        before = self.table.num_pages
+        self.table.ensure(self._n_past, self._n_past + len(new))
+        try:
+            logits, residual = self.model.run_loops(self.batch(new), self.storage)
+        except BaseException:
+            self.table.truncate(before)
+            raise
+        self.logits = logits[-1]
+        self.advance(new)
+        return residual
+
+    def deepen(self, loops: int, residual: torch.Tensor) -> None:
+        """Go on at a greater depth, from `residual` [n_past, residual_size], what the last iteration gave for each
+        token of the history (see `eval_residual`).
+
+        Runs iterations [view.loops, loops) over the history and nothing else; the rows that are there stay, shared
+        with whoever shares them. OutOfPages if the pool cannot supply the pages of the new iterations; then, and
+        after an error of the model, nothing changed.
+        """
+        start, loop = self.view.loops, self.model.spec.loop
+        view = self.model.view(loops, self.view.cache_window)
+        if view.loops < start:
+            raise LoopsMismatch(f"loops mismatch: a session at {start} loops can only go deeper, got {loops}")
+        if loop is None or view.loops == start:
+            return
+        table = self.table.fork()
+        try:
+            if loop.after_group is not None:  # the rows behind the block belong to one depth
+                table.narrow(np.setdiff1d(table.groups, loop.after_group))
+            table.widen(view.groups)
+            logits = self._run_deeper(view, table, residual)
+        except BaseException:
+            table.release()
+            raise
+        table.leave(self._n_past, view.windows.tolist())
+        old, self.table, self.view, self.logits = self.table, table, view, logits
+        old.release()
+
+    def _run_deeper(self, view: KVView, table: PageTable, residual: torch.Tensor) -> torch.Tensor | None:
+        """Iterations [self.view.loops, view.loops) over the history; the logits of its last token."""
+        n, logits = self._n_past, self.logits
+        for first in range(0, n, CHUNK):
+            rows = slice(first, min(n, first + CHUNK))
+            batch = ForwardBatch(
+                tokens=self.tokens[rows],
+                q_indptr=np.array([0, rows.stop - first], np.int32),
+                kv_lens=np.array([rows.stop], np.int32),
+                page_tables=table.rows[:, None, :],
+                logit_rows=np.array([rows.stop - first - 1], np.int32),
+                loops=np.array([view.loops], np.int32),
+                cache_windows=np.array([view.cache_window], np.int32) if view.cache_window else None,
+            )
+            logits = self.model.run_loops(batch, self.storage, residual[rows], self.view.loops)[0][0]
+        return logits
+
+    def advance(self, new: Int32) -> None:
+        """The rows of `new` were computed: they are history now."""
         self._remember(new)
-        self.table.leave(self._n_past, self.model.spec.windows)
+        self.table.leave(self._n_past, self.view.windows.tolist())
+
+    def rewind(self, n_past: int) -> None:
+        """Forget the history from position `n_past` on; the next tokens go there. The last logits go with it.
+
+        ValueError beyond the history; RuntimeError for a recurrent state, which only moves forward, and where a
+        window has left pages that position `n_past` sees.
+        """
+        if not 0 <= n_past <= self._n_past:
+            raise ValueError(f"a session of {self._n_past} tokens can rewind to 0 to {self._n_past}, got {n_past}")
+        if n_past == self._n_past:
+            return
+        if self.states is not None:
+            raise RuntimeError("a recurrent state only moves forward: this session cannot rewind; fork it beforehand")
+        columns = -(-n_past // self.pool.page_size)
+        for group in self.view.groups.tolist():
+            if (self.table.rows[group, self._first_column(group, n_past) : columns] < 0).any():
+                raise RuntimeError(f"position {n_past} sees pages that the window of this session has left")
+        self.table.truncate(columns)
+        self._n_past = n_past
+        self.logits = None
+
+    def _first_column(self, group: int, position: int) -> int:
+        """The first page that a query at `position` sees."""
+        window = int(self.view.windows[group])
+        return max(0, position - window + 1) // self.pool.page_size if window else 0
 
     def _remember(self, new: Int32) -> None:
         end = self._n_past + len(new)
@@ -129,7 +247,7 @@ class Session:
 
     def fork(self) -> Session:
         """Another session with the same history over the same pages; the first write into a shared page copies it."""
-        other = Session(self.model, self.pool, self.namespace)
+        other = Session(self.model, self.pool, self.view.loops or None, self.view.cache_window, self.namespace)
         if self.states is not None and other.states is not None:
             other.states.restore(0, self.states.snapshot(0))
         other.table = self.table.fork()
@@ -157,8 +275,9 @@ class Session:
         size = self.pool.page_size
         want = -(-self._n_past // size)
         check(self.table.num_pages == want, f"{self.table.num_pages} columns for {self._n_past} tokens")
-        for group, window in enumerate(self.model.spec.windows):
-            first = max(0, self._n_past - window + 1) // size if window else 0
+        check(np.array_equal(self.table.groups, self.view.groups), "the table uses other groups than the session")
+        for group in self.view.groups.tolist():
+            first = self._first_column(group, self._n_past)
             left = self.table.rows[group] < 0
             check(bool(left[:first].all()) and not left[first:].any(), f"group {group}: not the pages of its window")
         if self.states is not None:

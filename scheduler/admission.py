@@ -9,7 +9,9 @@ import numpy as np
 from paged.errors import OutOfPages
 from paged.kv.pages import PagePool
 from paged.kv.state import StateSnapshot
+from paged.ops.dispatch import get_backend
 from paged.prefix.cache import PrefixCache
+from paged.prefix.handles import PrefixHandle
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
 from scheduler.request import Int32, Request
@@ -54,17 +56,21 @@ class Admission:
         """Pages for all known tokens of `request`, or None: it must wait. `alone`: nothing runs."""
         spare = 0 if alone else int(self.config.watermark * self.pool.num_pages)
         if self.cache is None:
+            if request.prefix is not None:
+                return self._from_prefix(request.prefix, request, spare)
             return self._fill(request, Placement(np.zeros((self.num_groups, 0), np.int32), 0), spare)
         if request.cursor is None or request.cursor.epoch.over:
-            request.cursor = self.cache.cursor(request.namespace)
+            request.cursor = self.cache.cursor(request.namespace, request.view)
         if self.checkpointer is not None:
             return self._from_checkpoint(self.checkpointer, request, spare)
         return self._from_pages(self.cache, request, spare)
 
     def _from_pages(self, cache: PrefixCache, request: Request, spare: int) -> Placement | None:
-        cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, self.num_groups
+        cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, request.view.num_groups
         assert cursor is not None
-        cache.seek(cursor, request.known)
+        matched = cache.seek(cursor, request.known)
+        if request.prefix is not None and matched < request.prefix.num_tokens:
+            return self._from_prefix(request.prefix, request, spare)
         offered = self.sharing.follow(request)
         if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
             depth = len(cursor.nodes)
@@ -90,6 +96,7 @@ class Admission:
                 own = cache.take_rows(cursor, fresh - groups).reshape(-1, groups).T
             else:
                 own = pool.alloc(fresh).reshape(groups, -1)
+            own = self._columns(request, own)
         except BaseException as error:
             pool.release(pages[pages >= 0])
             if not isinstance(error, OutOfPages):
@@ -102,7 +109,7 @@ class Admission:
         cursor = request.cursor
         assert cursor is not None
         columns = len(cursor.nodes) + (0 if offered is None else offered.shape[1])
-        fresh = (-(-len(request.known) // self.pool.page_size) - columns) * self.num_groups
+        fresh = (-(-len(request.known) // self.pool.page_size) - columns) * request.view.num_groups
         return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.nodes else 0)
 
     def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
@@ -110,10 +117,12 @@ class Admission:
         if checkpointer.awaits(request):
             return None
         found = checkpointer.find(request)
+        if request.prefix is not None and (found is None or found.num_tokens < request.prefix.num_tokens):
+            return self._from_prefix(request.prefix, request, spare)
         if found is None:
             return self._fill(request, Placement(np.zeros((groups, 0), np.int32), 0), spare)
         whole = found.num_tokens // pool.page_size
-        fresh = (-(-len(request.known) // pool.page_size) - whole) * groups
+        fresh = (-(-len(request.known) // pool.page_size) - whole) * request.view.num_groups
         if fresh + spare + store.idle_pages(found) > pool.num_available:
             return None
         try:
@@ -125,14 +134,43 @@ class Admission:
             pool.release(pages[pages >= 0])
         return placement
 
+    def _from_prefix(self, prefix: PrefixHandle, request: Request, spare: int) -> Placement | None:
+        """Start behind a prefix that a handle keeps: its whole pages are shared, its last, partial one is copied."""
+        pool, view, matched = self.pool, request.view, prefix.num_tokens
+        whole, rows = divmod(matched, pool.page_size)
+        table = np.full((self.num_groups, prefix.page_table.shape[1]), -1, np.int32)
+        table[view.groups] = prefix.page_table[view.groups]
+        shared = table[:, :whole]
+        placement = Placement(shared, matched, prefix.snapshot())
+        if self._fill(request, placement, spare) is None:
+            return None
+        pool.share(shared[shared >= 0])
+        try:
+            if rows and pool.storage is not None:
+                backend = get_backend(pool.storage.device)
+                backend.copy_pages(pool.storage, table[view.groups, whole], placement.pages[view.groups, whole])
+        except BaseException:
+            pool.release(placement.pages[placement.pages >= 0])
+            raise
+        return placement
+
     def _fill(self, request: Request, placement: Placement, spare: int) -> Placement | None:
         """Add fresh columns up to the last known token."""
-        fresh = (-(-len(request.known) // self.pool.page_size) - placement.pages.shape[1]) * self.num_groups
+        groups = request.view.num_groups
+        fresh = (-(-len(request.known) // self.pool.page_size) - placement.pages.shape[1]) * groups
         if fresh + spare > self.pool.num_available:
             return None
         try:
-            own = self.pool.alloc(fresh).reshape(self.num_groups, -1)
+            own = self._columns(request, self.pool.alloc(fresh).reshape(groups, -1))
         except OutOfPages:
             return None
         placement.pages = np.concatenate([placement.pages, own], axis=1)
         return placement
+
+    def _columns(self, request: Request, own: Int32) -> Int32:
+        """Pages of the groups that a request uses as columns of its page table."""
+        if len(own) == self.num_groups:
+            return own
+        columns = np.full((self.num_groups, own.shape[1]), -1, np.int32)
+        columns[request.view.groups] = own
+        return columns

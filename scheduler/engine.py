@@ -7,31 +7,37 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from paged.errors import BadLogits, Closed, InvalidRequest, check
+import numpy as np
+
+from paged.errors import BadLogits, Closed, check
 from paged.kv.pages import Int32
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
 from paged.prefix.cache import PrefixCache
-from paged.prefix.hashing import as_tokens
-from paged.sampler import Sampled, Sampler, TokenHistory
-from paged.sampling import SamplingParams, draw_seed
+from paged.prefix.handles import PrefixHandle
+from paged.prefix.resume import ResumeHandle
+from paged.sampler import Sampled, Sampler, TokenHistory, sample_one
+from paged.sampling import SamplingParams
 from paged.text import OutputText
 from scheduler.capacity import default_num_pages, default_state_bytes
 from scheduler.config import SchedulerConfig
+from scheduler.intake import Prompt, make_request, tokens_of
 from scheduler.live import Live
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
-from scheduler.request import PrefillStops, Request
+from scheduler.prefixes import build_prefix, build_resume
+from scheduler.request import Request, RequestOptions
 from scheduler.scheduler import Scheduler, StepResult
 from scheduler.step import StepPlan
 from scheduler.stream import Stream
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
-Prompt = str | Sequence[int] | Int32
 _EXPLAINED = 1000  # finished requests that explain() still knows
 
 
@@ -108,46 +114,29 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        namespace: str = "",
         progress: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Run a batch to its end; returns the outputs in the order of the prompts. `progress` shows a bar.
 
-        `params` is one for all or one for each. A prompt that cannot run raises before anything is submitted, and
-        names its place in the batch. A request that fails alone ends with finish_reason "error".
+        `params` is one for all or one for each, `options` (see RequestOptions) are for all. A prompt that cannot run
+        raises before anything is submitted, and names its place in the batch. A request that fails alone ends with
+        finish_reason "error".
         """
-        return run_batch(self, prompts, params, namespace, progress)
+        return run_batch(self, prompts, params, progress, options)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        namespace: str = "",
-        stops: PrefillStops | None = None,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> Stream:
         """Submit one request and iterate over its events as they come; closing the iterator cancels the request."""
-        request = self.prepare(prompt, params, namespace=namespace, stops=stops)
-        return Stream(self, self.start(request, owned=True, keeps_events=True))
+        return Stream(self, self.start(self.prepare(prompt, params, **options), owned=True, keeps_events=True))
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        namespace: str = "",
-        stops: PrefillStops | None = None,
-    ) -> str:
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> str:
         """Queue one request and return its id; its events come out of `step`.
 
-        `stops` says where the prefill of a model with recurrent state leaves checkpoints for later prompts.
-        InvalidRequest (a ValueError) or TypeError if it can never run; nothing else is touched then.
+        `options` are request_id, priority, namespace, stops, loops, cache_window and prefix: see RequestOptions.
+        InvalidRequest (a ValueError) or TypeError if it can never run, LoopsMismatch for a prefix of another depth or
+        window; nothing else is touched then.
         """
-        request = self.prepare(
-            prompt, params, request_id=request_id, priority=priority, namespace=namespace, stops=stops
-        )
+        request = self.prepare(prompt, params, **options)
         self.start(request)
         return request.id
 
@@ -173,12 +162,42 @@ class Engine:
         """Whether a request is live, or an event waits to be taken by `step`."""
         return bool(self._live) or bool(self._events)
 
-    def prefix_match_len(self, prompt: Prompt, namespace: str = "") -> int:
+    def prefix_match_len(
+        self, prompt: Prompt, namespace: str = "", loops: int | None = None, cache_window: int = 0
+    ) -> int:
         """How many leading tokens of `prompt` a request would attach right now. Takes nothing, touches no entry."""
         with self._lock:
             if self.cache is None:
                 return 0
-            return self.cache.match_len(self.tokens_of(prompt), namespace)
+            return self.cache.match_len(self.tokens_of(prompt), namespace, loops, cache_window)
+
+    def build_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        namespace: str = "",
+        loops: int | None = None,
+        cache_window: int = 0,
+        share_depths: bool = False,
+    ) -> PrefixHandle:
+        """Compute a prefix and keep it until the handle is gone; give it to `submit` and the like as `prefix`.
+
+        What is cached of it is not computed again. OutOfPages if the pool has no room, PromptTooLong, ValueError for
+        arguments that the model does not take.
+        """
+        return build_prefix(self, self.tokens_of(prompt), namespace, loops, cache_window, share_depths)
+
+    def build_resume(
+        self,
+        prompt: Prompt,
+        loops: int,
+        *,
+        max_loops: int = 32,
+        namespace: str = "",
+        cache_window: int = 0,
+    ) -> ResumeHandle:
+        """Compute a prefix of a looped model at depth `loops`, so that it can go on at any depth up to `max_loops`."""
+        return build_resume(self, self.tokens_of(prompt), namespace, loops, cache_window, max_loops)
 
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Write what is cached to a file; returns the pages written. See PrefixCache.save."""
@@ -264,57 +283,27 @@ class Engine:
 
     def tokens_of(self, prompt: Prompt) -> Int32:
         """A prompt's token ids, checked against the vocabulary. InvalidRequest or TypeError says what is wrong."""
-        if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise InvalidRequest("this model has no tokenizer: give the prompt as token ids")
-            prompt = self.model.tokenizer.encode(prompt)
-        tokens = as_tokens(prompt)
-        if not len(tokens):
-            raise InvalidRequest("the prompt is empty; it needs at least one token")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.model.vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}, got {bad}")
-        return tokens
+        return tokens_of(self.model, prompt)
 
     def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        namespace: str = "",
-        stops: PrefillStops | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Request:
         """A request that was checked in every way but is not queued yet."""
+        self.require_open()
+        return make_request(self, f"request-{next(self._ids)}", prompt, params, options)
+
+    def require_open(self) -> None:
+        """Closed, if this engine was."""
         if self._closed:
             raise Closed("this engine was closed; make a new one")
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        if request_id is not None and not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        params.validate_for(self.model.vocab_size)
-        tokens = self.tokens_of(prompt)
-        limit = self.scheduler.fit(len(tokens), params.max_tokens)
-        return Request(
-            id=request_id if request_id is not None else f"request-{next(self._ids)}",
-            prompt=tokens.copy(),  # the caller may reuse its buffer
-            params=params,
-            seed=params.seed if params.seed is not None else draw_seed(),
-            end_ids=params.end_ids(self.model.eos_token_ids),
-            limit=limit,
-            namespace=namespace,
-            priority=priority,
-            stops=stops or PrefillStops(),
-        )
 
     def start(self, request: Request, owned: bool = False, keeps_events: bool = False) -> Live:
         """Queue a prepared request."""
         with self._lock:
-            if self._closed:
-                raise Closed("this engine was closed; make a new one")
+            self.require_open()
+            first = self._first_token(request)
+            if first is not None:
+                request.known = np.append(request.prompt, np.int32(first))
             self.scheduler.add(request)
             text = None
             if self.model.tokenizer is not None:
@@ -322,7 +311,33 @@ class Engine:
                 text = OutputText(self.model.tokenizer.token_bytes, p.stop, p.include_stop, p.min_tokens)
             live = Live(request, text, owned, keeps_events)
             self._live[request.id] = live
+            if first is not None:
+                self._deliver_first(live, first)
             return live
+
+    def _first_token(self, request: Request) -> int | None:
+        """The first token of a request whose whole prompt is a prefix with logits; None for any other one."""
+        prefix, params = request.prefix, request.params
+        if prefix is None or prefix.num_tokens < request.num_prompt or prefix.view is not request.view:
+            return None
+        if params.logprobs is not None:  # one row is computed again, so that there is one place that reports them
+            return None
+        return sample_one(prefix.logits, params, request.seed, request.num_prompt, request.prompt, [], request.end_ids)
+
+    def _deliver_first(self, live: Live, token: int) -> None:
+        """Hand out a token that no step computed, and end the request if it ends with it."""
+        request = live.request
+        self.scheduler.stats.generated_tokens += 1
+        ended = token in request.end_ids and request.params.min_tokens < 1
+        if ended or len(request.known) >= request.limit:
+            self.scheduler.finish(request, "stop" if ended else "length")
+        result = StepResult([request], request.known[-1:])
+        self._deliver(result, Sampled(result.tokens, None), {})
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """What every call holds while it touches pages or the model. Reentrant."""
+        return self._lock
 
     def drive(self, live: Live) -> Event | None:
         """The next event of a request that the caller owns, running steps for all until there is one.

@@ -9,10 +9,11 @@ import numpy as np
 
 from paged.sampling import SamplingParams
 from scheduler.output import RequestOutput
-from scheduler.request import Request
+from scheduler.request import Request, RequestOptions
 
 if TYPE_CHECKING:
-    from scheduler.engine import Engine, Prompt
+    from scheduler.engine import Engine
+    from scheduler.intake import Prompt
 
 
 def as_batch(prompts: Any) -> list[Any]:
@@ -29,7 +30,7 @@ def prepare_batch(
     engine: Engine,
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
-    namespace: str,
+    options: RequestOptions,
 ) -> list[Request]:
     """Check every prompt before any is queued; an error names the place of the prompt that it is about."""
     batch = as_batch(prompts)
@@ -39,7 +40,7 @@ def prepare_batch(
     requests = []
     for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
         try:
-            requests.append(engine.prepare(prompt, one, namespace=namespace))
+            requests.append(engine.prepare(prompt, one, **options))
         except (ValueError, TypeError) as error:
             if len(batch) == 1:
                 raise
@@ -52,11 +53,11 @@ def run_batch(
     engine: Engine,
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
-    namespace: str,
     progress: bool,
+    options: RequestOptions,
 ) -> list[RequestOutput]:
     """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it."""
-    lives = [engine.start(request, owned=True) for request in prepare_batch(engine, prompts, params, namespace)]
+    lives = [engine.start(request, owned=True) for request in prepare_batch(engine, prompts, params, options)]
     bar = None
     if progress:
         from tqdm import tqdm

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from paged.prefix.handles import PrefixHandle
 from paged.prefix.index import Cursor
 from paged.sampling import SamplingParams
+from paged.spec import KVSpec, KVView
 
 Int32 = npt.NDArray[np.int32]
+
+
+ONE_GROUP = KVSpec(1, 1, 1).view()  # of a model that has nothing special
 
 
 class RequestState(enum.IntEnum):
@@ -38,6 +44,28 @@ class PrefillStops:
     messages_end: int = 0
 
 
+class RequestOptions(TypedDict, total=False):
+    """What a request can say beside its prompt and its sampling.
+
+    request_id    its name; default: one that the engine makes
+    priority      for policies that heed it
+    namespace     salt: requests of different namespaces share no cached page
+    stops         where the prefill of a model with recurrent state leaves checkpoints for later prompts
+    loops         depth in a looped model; None: its default
+    cache_window  W > 0: every token sees the last W positions alone, itself included, and older pages are given back
+    prefix        a handle from `build_prefix` of the prompt's first tokens, or of all of them: then the first token
+                  comes without a forward
+    """
+
+    request_id: str | None
+    priority: int
+    namespace: str
+    stops: PrefillStops | None
+    loops: int | None
+    cache_window: int
+    prefix: PrefixHandle | None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request. While it runs, its tokens and counts live in the scheduler's slot arrays, not here.
@@ -55,6 +83,8 @@ class Request:
     namespace: str = ""
     priority: int = 0
     stops: PrefillStops = PrefillStops()
+    view: KVView = ONE_GROUP  # what it uses of the page groups, by its depth and its cache window
+    prefix: PrefixHandle | None = None  # its first tokens, computed: used where the cache has less of them
     arrival: int = 0  # order of submission
     state: RequestState = RequestState.WAITING
     known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -11,6 +11,7 @@ from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
+from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission, Placement
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
@@ -75,9 +76,10 @@ class Scheduler:
         self.pool = pool
         self.config = config or SchedulerConfig()
         self.cache = cache
-        self.num_groups = num_groups
-        self.capacity = min(max_seq_len, pool.max_pages // num_groups * pool.page_size)  # tokens one request can hold
+        spec = pool.storage.spec if pool.storage is not None else KVSpec(1, 1, 1, num_groups, (0,) * num_groups)
+        self.view = spec.view()  # of a request that says nothing else
         self.max_seq_len = max_seq_len
+        self.capacity = self.capacity_for(spec.view(1 if spec.loop is not None else None))  # tokens of one request
         self.state = Slots(self.config.max_num_seqs, self.capacity, pool, num_groups)
         self.waiting = WaitingQueue(get_policy(self.config.policy))
         self.sharing = StepSharing(pool.page_size)
@@ -85,7 +87,6 @@ class Scheduler:
         self.checkpointer: Checkpointer | None = None
         if states is not None and cache is not None and cache.checkpoints is not None:
             self.checkpointer = Checkpointer(cache, cache.checkpoints, states, self.state)
-        self._windows = pool.storage.spec.windows if pool.storage is not None else ()
         self.admission = Admission(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
         self.requests: dict[str, Request] = {}
         self.failed: list[Request] = []  # ended by an error while a step was planned; the caller takes them out
@@ -95,34 +96,46 @@ class Scheduler:
 
     # Requests in and out --------------------------------------------------------------------------------------
 
-    def fit(self, num_prompt: int, max_tokens: int | None) -> int:
+    def capacity_for(self, view: KVView) -> int:
+        """Tokens that one request of this view can hold, alone in the pool."""
+        return min(self.max_seq_len, self.pool.max_pages // view.num_groups * self.pool.page_size)
+
+    def fit(self, num_prompt: int, max_tokens: int | None, view: KVView | None = None) -> int:
         """The number of tokens at which a request ends with "length"; PromptTooLong if it can never run."""
+        capacity = self.capacity_for(view or self.view)
         if num_prompt + 1 > self.max_seq_len:
             raise PromptTooLong(
                 f"the prompt has {num_prompt} tokens and max_seq_len is {self.max_seq_len}, "
                 "with at least one token to generate; shorten the prompt"
             )
-        if num_prompt + 1 > self.capacity:
+        if num_prompt + 1 > capacity:
             raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens and the whole pool holds {self.capacity} "
+                f"the prompt has {num_prompt} tokens and the whole pool holds {capacity} "
                 f"({self.pool.max_pages} pages of {self.pool.page_size}); shorten the prompt or raise num_pages"
             )
-        wanted = self.capacity if max_tokens is None else num_prompt + max_tokens
-        return min(wanted, self.capacity)
+        wanted = capacity if max_tokens is None else num_prompt + max_tokens
+        return min(wanted, capacity)
 
     def add(self, request: Request) -> None:
         """Queue a request. DuplicateRequest while another one with its id is live.
 
-        InvalidRequest if it has no prompt, or a limit that `fit` would not give.
+        InvalidRequest if it has no prompt, a limit that `fit` would not give, or a view of another model.
         """
-        if not 0 < request.num_prompt < request.limit <= self.capacity:
+        if len(request.view.uses) != len(self.view.uses):
             raise InvalidRequest(
-                f"a request needs at least one prompt token and a limit above it of at most {self.capacity} tokens, "
+                f"the request has a view of {len(request.view.uses)} page groups, this model has "
+                f"{len(self.view.uses)}; take it from model.view()"
+            )
+        capacity = self.capacity_for(request.view)
+        if not 0 < request.num_prompt < request.limit <= capacity:
+            raise InvalidRequest(
+                f"a request needs at least one prompt token and a limit above it of at most {capacity} tokens, "
                 f"got {request.num_prompt} prompt tokens and limit {request.limit}; take the limit from fit()"
             )
         if request.id in self.requests:
             raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
-        request.known = request.prompt
+        if not len(request.known):
+            request.known = request.prompt
         request.arrival = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
@@ -200,8 +213,7 @@ class Scheduler:
         elif self.cache is not None:
             for i in np.flatnonzero(after // size > before // size).tolist():
                 self._publish(self.request_at(int(plan.slots[i])), int(after[i]))
-        if any(self._windows):
-            state.leave(plan.slots, self._windows)
+        state.leave(plan.slots)
         sampled = plan.sample_slots
         known = state.known[sampled]
         state.tokens[sampled, known] = tokens
@@ -236,15 +248,13 @@ class Scheduler:
         while True:
             slots = state.running
             slots = slots[state.known[slots] > state.num_pages[slots] * size]
-            if len(slots) * self.num_groups <= self.pool.num_available:
+            if int(np.count_nonzero(state.uses[:, slots])) <= self.pool.num_available:
                 break
             victim = self._victim()
             preempted.append(victim)
             self.preempt(victim)
         if len(slots):
-            pages = self.pool.alloc(len(slots) * self.num_groups).reshape(self.num_groups, len(slots))
-            state.page_table[:, slots, state.num_pages[slots]] = pages
-            state.num_pages[slots] += 1
+            state.extend(slots)
 
     def _victim(self) -> Request:
         """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
@@ -395,4 +405,6 @@ class Scheduler:
             refs += self.cache.pins.refs()
         for slot in self.state.running.tolist():
             refs[self.state.page_ids(slot)] += 1
+        for table in list(self.pool.tables):  # of handles, and of sessions that are driven by hand
+            refs[table.ids] += 1
         check(bool((refs == self.pool.refs).all()), "references and page tables do not add up")

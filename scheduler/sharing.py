@@ -19,12 +19,13 @@ class StepSharing:
     page it is waits for it instead of computing it too; the wait ends, since a running prefill advances every step.
 
     Offered pages are found by their exact tokens below their exact parent, expected ones by hash alone, because
-    waiting for the wrong page costs time and never changes a token.
+    waiting for the wrong page costs time and never changes a token. In a looped model a request takes the pages of
+    its own depth, and waits for those of its own or a greater one.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._offered: dict[tuple[Hashable, bytes], tuple[int, Int32]] = {}
+        self._offered: dict[tuple[Hashable, int, bytes], tuple[int, Int32]] = {}
         self._expected: dict[Hashable, Request] = {}
         self._owners: set[str] = set()  # ids of the requests that fill expected pages
 
@@ -41,7 +42,7 @@ class StepSharing:
         parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
         tokens = state.tokens[slot]
         for column in range(first, last):
-            key = (parent, tokens[column * size : (column + 1) * size].tobytes())
+            key = (parent, request.view.loops, tokens[column * size : (column + 1) * size].tobytes())
             found = self._offered.get(key)
             if found is None:
                 found = (-1 - len(self._offered), np.array(state.page_table[:, slot, column], np.int32))
@@ -56,7 +57,8 @@ class StepSharing:
         parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
         pages: list[Int32] = []
         for column in range(len(cursor.nodes), (len(known) - 1) // size):
-            found = self._offered.get((parent, known[column * size : (column + 1) * size].tobytes()))
+            key = (parent, request.view.loops, known[column * size : (column + 1) * size].tobytes())
+            found = self._offered.get(key)
             if found is None:
                 break
             parent = found[0]
@@ -69,7 +71,7 @@ class StepSharing:
         if cursor is not None and cursor.open:
             self._owners.add(request.id)
             for key in cursor.keys[len(cursor.nodes) :]:
-                if not self._is_expected(key):
+                if not self._is_expected(key, request):
                     self._expected[key] = request
 
     def settle(self, requests: Iterable[Request]) -> None:
@@ -88,8 +90,11 @@ class StepSharing:
         cursor = request.cursor
         if cursor is None or num_pages >= (len(request.known) - 1) // self.page_size:
             return False
-        return self._is_expected(cursor.keys[num_pages])
+        return self._is_expected(cursor.keys[num_pages], request)
 
-    def _is_expected(self, key: Hashable) -> bool:
+    def _is_expected(self, key: Hashable, request: Request) -> bool:
+        """Whether a running request will publish the page of this key at the depth of `request` or a greater one."""
         owner = self._expected.get(key)
-        return owner is not None and owner.cursor is not None and owner.cursor.open
+        if owner is None or owner.view.loops < request.view.loops:
+            return False
+        return owner.cursor is not None and owner.cursor.open

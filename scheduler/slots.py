@@ -24,14 +24,19 @@ class Slots:
     arrival     int64 [num_slots]                       order of submission
     stop        int32 [num_slots]                       `computed` at which a step must pause (NO_STOP: nowhere)
     work        int32 [num_slots]                       rows computed since the request was placed
+    loops       int32 [num_slots]                       depth in a looped model; 0 = not looped
+    cache_window  int32 [num_slots]                     positions that each token sees at most; 0 = all
+    uses        bool [num_groups, num_slots]            the groups that its rows are in
+    windows     int32 [num_groups, num_slots]           its window in each group; 0 = none
     num_pages   int32 [num_slots]                       columns in use
-    page_table  int32 [num_groups, num_slots, columns]  -1: given back, since no window reaches there any more
+    page_table  int32 [num_groups, num_slots, columns]  -1: given back, since no window reaches there any more, or a
+                                                        group that the slot does not use
     left        int32 [num_groups, num_slots]           leading columns that were given back
     running     int32 [num_running]                     slots in order of admission
 
     Invariants (`check()`): `running` and the free slots partition the slots; computed < known for each running
-    slot; each has exactly the pages of its known tokens; no page id stands twice in one slot; every page is live; the
-    columns given back are the first `left` of their group.
+    slot; each has exactly the pages of its known tokens, in the groups it uses; no page id stands twice in one slot;
+    every page is live; the columns given back are the first `left` of their group.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int, pool: PagePool, num_groups: int) -> None:
@@ -47,6 +52,10 @@ class Slots:
         self.arrival = np.zeros(num_slots, np.int64)
         self.stop = np.full(num_slots, NO_STOP, np.int32)
         self.work = np.zeros(num_slots, np.int32)
+        self.loops = np.zeros(num_slots, np.int32)
+        self.cache_window = np.zeros(num_slots, np.int32)
+        self.uses = np.zeros((num_groups, num_slots), np.bool_)
+        self.windows = np.zeros((num_groups, num_slots), np.int32)
         self.num_pages = np.zeros(num_slots, np.int32)
         self.page_table = np.zeros((num_groups, num_slots, columns), np.int32)
         self.left = np.zeros((num_groups, num_slots), np.int32)
@@ -81,9 +90,14 @@ class Slots:
         self.end_ids[slot, : len(ends)] = ends
         self.work[slot] = 0
         self.arrival[slot] = request.arrival
+        view = request.view
+        self.loops[slot] = view.loops
+        self.cache_window[slot] = view.cache_window
+        self.uses[:, slot] = view.uses
+        self.windows[:, slot] = np.where(view.uses, view.windows, 0)
         self.num_pages[slot] = pages.shape[1]
         self.page_table[:, slot, : pages.shape[1]] = pages
-        self.left[:, slot] = (pages < 0).sum(axis=1)
+        self.left[:, slot] = np.where(view.uses, (pages < 0).sum(axis=1), 0)
         self.requests[slot] = request
         self.running = np.append(self.running, np.int32(slot))
         return slot
@@ -97,19 +111,27 @@ class Slots:
         pages = self.pages(slot)
         return pages[pages >= 0]
 
-    def leave(self, slots: Int32, windows: tuple[int, ...]) -> None:
+    def extend(self, slots: Int32) -> None:
+        """One more column for each of `slots`, with fresh pages in the groups that it uses."""
+        uses = self.uses[:, slots]
+        pages = np.full(uses.shape, -1, np.int32)
+        pages[uses] = self.pool.alloc(int(np.count_nonzero(uses)))
+        self.page_table[:, slots, self.num_pages[slots]] = pages
+        self.num_pages[slots] += 1
+
+    def leave(self, slots: Int32) -> None:
         """Give back the pages of `slots` that lie wholly outside the window of their group. O(slots + pages)."""
-        for group, window in enumerate(windows):
-            if not window:
-                continue
-            first = np.maximum(0, self.computed[slots] - window + 1) // self.pool.page_size
-            for i in np.flatnonzero(first > self.left[group, slots]).tolist():
-                slot, end = int(slots[i]), int(first[i])
-                columns = self.page_table[group, slot, self.left[group, slot] : end]
-                ids = np.array(columns[::-1], np.int32)  # of pages that leave together the deepest goes first
-                columns[:] = -1
-                self.left[group, slot] = end
-                self.pool.release(ids)
+        windows = self.windows[:, slots]
+        if not windows.any():
+            return
+        first = np.maximum(0, self.computed[slots] - windows + 1) // self.pool.page_size
+        for group, i in np.argwhere((windows > 0) & (first > self.left[:, slots])).tolist():
+            slot, end = int(slots[i]), int(first[group, i])
+            columns = self.page_table[group, slot, self.left[group, slot] : end]
+            ids = np.array(columns[::-1], np.int32)  # of pages that leave together the deepest goes first
+            columns[:] = -1
+            self.left[group, slot] = end
+            self.pool.release(ids)
 
     def vacate(self, slot: int) -> Int32:
         """Free the slot and return a copy of its known tokens; its pages go back to the pool."""
@@ -133,6 +155,9 @@ class Slots:
             pages = self.page_ids(slot)
             for group, left in enumerate(self.left[:, slot].tolist()):
                 gone = self.pages(slot)[group] < 0
+                if not self.uses[group, slot]:
+                    check(bool(gone.all()), f"slot {slot} has pages of a group that it does not use")
+                    continue
                 check(bool(gone[:left].all()) and not gone[left:].any(), f"slot {slot}: not the pages of its window")
             check(len(np.unique(pages)) == len(pages), f"a page stands twice in slot {slot}")
             check(int(self.pool.refs[pages].min()) >= 1, f"slot {slot} holds a freed page")

@@ -56,6 +56,11 @@ def build_plan(
     tables = state.page_table[:, slots, :columns]
     done = ends == state.known[slots]
     batch = ForwardBatch(tokens, q_indptr, ends, np.ascontiguousarray(tables), (q_indptr[1:] - 1)[done])
+    loops, windows = state.loops[slots], state.cache_window[slots]
+    if loops.any():
+        batch.loops = loops
+    if windows.any():
+        batch.cache_windows = windows
     if states is not None:  # a request's slot is also that of its state
         batch.state_slots, batch.states = slots.copy(), states
     return StepPlan(slots, num_tokens, batch, slots[done], ends[done])

@@ -51,7 +51,7 @@ class Hand:
         self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page, **options)
 
     def session(self, namespace: str = "") -> Session:
-        return Session(self.model, self.pool, namespace)
+        return Session(self.model, self.pool, namespace=namespace)
 
     def ask(self, tokens, namespace: str = "") -> Session:
         """A session that attached what is cached of `tokens` and evaluated the rest; its logits are right."""

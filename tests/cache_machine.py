@@ -45,7 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = EchoModel(VOCABULARY, num_groups=num_groups)
         self.pool = self.model.create_kv_pool(pages * num_groups, page_size)
         self.cache = PrefixCache(self.pool, bound * num_groups, hash_page=HASHES[self.hash_name])
-        self.sessions = [Session(self.model, self.pool, name) for name in ("", "", "a")]
+        self.sessions = [Session(self.model, self.pool, namespace=name) for name in ("", "", "a")]
         self.cached: set[Prefix] = set()
         self.outside: list[np.ndarray] = []
 
@@ -111,7 +111,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(namespace=spaces)
     def open(self, namespace: str) -> None:
         if len(self.sessions) < 5:
-            self.sessions.append(Session(self.model, self.pool, namespace))
+            self.sessions.append(Session(self.model, self.pool, namespace=namespace))
 
     @precondition(lambda self: self.sessions)
     @rule(n=st.integers(0, 9), shared=st.integers(0, len(BASE)), tail=tails, warm=st.booleans(), donate=st.booleans())

@@ -55,7 +55,9 @@ class Driver:
         limit = self.scheduler.fit(len(ids), max_tokens)
         settings = SamplingParams(max_tokens=max_tokens, **params)
         ends = () if settings.ignore_eos else self.model.eos_token_ids
-        request = Request(name, ids, settings, 0, ends, limit, namespace, stops=stops or PrefillStops())
+        request = Request(
+            name, ids, settings, 0, ends, limit, namespace, stops=stops or PrefillStops(), view=self.scheduler.view
+        )
         self.scheduler.add(request)
         self.outputs[name] = []
         self.requests[name] = request

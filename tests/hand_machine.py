@@ -60,7 +60,7 @@ class HandMachine(RuleBasedStateMachine):
         }
         self.hybrid = kind is EchoHybrid
         self.pool, self.cache = self.fresh(pages * self.groups)
-        self.sessions = [Session(self.model, self.pool, name) for name in ("", "", "a")]
+        self.sessions = [Session(self.model, self.pool, namespace=name) for name in ("", "", "a")]
         self.cached: set[Item] = set()
         self.fixed: set[Item] = set()  # what may not go, as `remember` saw it
         self.outside: list[np.ndarray] = []
@@ -195,7 +195,7 @@ class HandMachine(RuleBasedStateMachine):
     @rule(namespace=spaces)
     def open(self, namespace: str) -> None:
         if len(self.sessions) < 5:
-            self.sessions.append(Session(self.model, self.pool, namespace))
+            self.sessions.append(Session(self.model, self.pool, namespace=namespace))
 
     @rule(n=numbers, shared=shares, tail=tails, warm=st.booleans(), donate=st.booleans(), opening=st.booleans())
     def run(self, n: int, shared: int, tail: list[int], warm: bool, donate: bool, opening: bool) -> None:
@@ -211,7 +211,7 @@ class HandMachine(RuleBasedStateMachine):
     @rule(namespace=spaces, shared=shares, tail=tails.filter(len), opening=st.booleans())
     def visit(self, namespace: str, shared: int, tail: list[int], opening: bool) -> None:
         """A session that attaches, evaluates, donates and is gone."""
-        session = Session(self.model, self.pool, namespace)
+        session = Session(self.model, self.pool, namespace=namespace)
         self.sessions.append(session)
         self.attach(session, BASE[:shared] + tail)
         self.evaluate(session, [*BASE[:shared], *tail][session.n_past :])
@@ -529,7 +529,7 @@ class HandMachine(RuleBasedStateMachine):
         pool, cache = self.fresh(self.pool.num_pages + 30 * self.groups)
         assert cache.load(path) == self.cache.held_pages
         assert self.contents(cache) == self.contents(self.cache)
-        session = Session(self.model, pool, namespace)
+        session = Session(self.model, pool, namespace=namespace)
         assert cache.match_len(prompt, namespace) == self.cache.match_len(prompt, namespace)
         got = cache.attach(session, prompt)
         self.expect_match(namespace, prompt, got)

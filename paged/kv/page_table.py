@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paged.errors import check
@@ -19,9 +21,12 @@ class PageTable:
     Invariants (`check()`): each id is live and stands once in the table; the places left are the first of their group.
     """
 
-    def __init__(self, pool: PagePool, num_groups: int = 1) -> None:
+    def __init__(self, pool: PagePool, num_groups: int = 1, groups: Int32 | None = None) -> None:
+        """`groups`, ascending, are those that the sequence uses (None: all); the places of the others read -1."""
         self.pool = pool
+        self.groups: Int32 = np.arange(num_groups, dtype=np.int32) if groups is None else groups
         self._rows = np.zeros((num_groups, 0), np.int32)
+        pool.tables.add(self)
 
     @property
     def num_groups(self) -> int:
@@ -53,10 +58,10 @@ class PageTable:
         first = start // size
         shared = np.zeros(0, np.int32)
         if start < end and start % size and first < self.num_pages:
-            column = self._rows[:, first]
+            column = self._rows[self.groups, first]
             if (self.pool.refs[column] > 1).any():
                 shared = column.copy()
-        fresh = self.pool.alloc(len(shared) + missing * self.num_groups)
+        fresh = self.pool.alloc(len(shared) + missing * len(self.groups))
         if len(shared):
             try:
                 if self.pool.storage is not None:
@@ -65,10 +70,11 @@ class PageTable:
                 self.pool.release(fresh)
                 raise
             self._rows = self._rows.copy()  # earlier readers keep the table they were given
-            self._rows[:, first] = fresh[: len(shared)]
+            self._rows[self.groups, first] = fresh[: len(shared)]
             self.pool.release(shared)
         if missing:
-            added = fresh[len(shared) :].reshape(missing, self.num_groups).T
+            added = np.full((self.num_groups, missing), -1, np.int32)
+            added[self.groups] = fresh[len(shared) :].reshape(missing, -1).T
             self._rows = np.ascontiguousarray(np.concatenate([self._rows, added], axis=1))
 
     def append(self, columns: Int32) -> None:
@@ -92,10 +98,30 @@ class PageTable:
 
     def fork(self) -> PageTable:
         """A table over the same pages, each with one more reference. O(pages), copies nothing."""
-        other = PageTable(self.pool, self.num_groups)
+        other = PageTable(self.pool, self.num_groups, self.groups)
         self.pool.share(self.ids)
         other._rows = self._rows
         return other
+
+    def narrow(self, groups: Int32) -> None:
+        """Use only `groups` from now on, some of those used so far, and give the pages of the others back."""
+        rows = np.full(self._rows.shape, -1, np.int32)
+        rows[groups] = self._rows[groups]
+        gone = np.setdiff1d(self.groups, groups)
+        ids = self._rows[gone]
+        self._rows, self.groups = rows, groups
+        self.pool.release(ids[ids >= 0])
+
+    def widen(self, groups: Int32) -> None:
+        """Use `groups` from now on: those used so far and others, whose pages are fresh in every column.
+
+        OutOfPages if the pool cannot supply them; nothing changed then.
+        """
+        new = np.setdiff1d(groups, self.groups)
+        fresh = self.pool.alloc(len(new) * self.num_pages)
+        self._rows = self._rows.copy()
+        self._rows[new] = fresh.reshape(len(new), -1)
+        self.groups = groups
 
     def truncate(self, num_pages: int) -> None:
         """Give back the columns from `num_pages` on. O(pages)."""
@@ -103,7 +129,7 @@ class PageTable:
         self._rows = np.ascontiguousarray(self._rows[:, :num_pages])
         self.pool.release(ids[ids >= 0])
 
-    def leave(self, position: int, windows: tuple[int, ...]) -> None:
+    def leave(self, position: int, windows: Sequence[int]) -> None:
         """Give back what no query at `position` or later sees: pages wholly outside the window of their group.
 
         `windows[g]` counts the query itself; 0: group g sees everything. O(pages given back).
@@ -126,7 +152,9 @@ class PageTable:
     def check(self) -> None:
         """Assert the invariants of the class docstring."""
         ids = self.ids
-        left = self._rows < 0
+        unused = np.delete(self._rows, self.groups, axis=0)
+        check(bool((unused < 0).all()), "a table holds a page of a group that it does not use")
+        left = self._rows[self.groups] < 0
         check(bool((left[:, 1:] <= left[:, :-1]).all()), "a page behind the window was given up before one in front")
         check(len(np.unique(ids)) == len(ids), "a page stands twice in one table")
         check(not len(ids) or int(self.pool.refs[ids].min()) >= 1, "a table holds a freed page")

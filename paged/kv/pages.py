@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from paged.errors import OutOfPages, UnsupportedShape, check
 
 if TYPE_CHECKING:
+    from paged.kv.page_table import PageTable
     from paged.kv.storage import PageStorage
     from paged.spec import StateSpec
 
@@ -58,6 +60,7 @@ class PagePool:
         self._num_free = num_pages
         self._num_cached_only = 0
         self._dropped: deque[Int32] = deque()  # by finalisers
+        self.tables: WeakSet[PageTable] = WeakSet()  # of all sessions; those of a scheduler are in its slots
         # The prefix cache sets both: `reclaim(n)` gives back at least n pages if it can; `on_idle(ids)` hears of
         # held pages that lost their last other holder.
         self.reclaim: Callable[[int], object] | None = None

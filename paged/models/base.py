@@ -12,7 +12,7 @@ from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.kv.storage import PageStorage
 from paged.ops.plan import AttendPlan, Int32, make_plan
-from paged.spec import KVSpec, StateSpec
+from paged.spec import KVSpec, KVView, StateSpec
 
 if TYPE_CHECKING:
     from paged.loaders.chat import ChatTemplate
@@ -30,7 +30,9 @@ class ForwardBatch:
     logit_rows   int32 [R]                 rows, ascending
     state_slots  int32 [S]                 slot of each sequence in `states`
     states       the pool of recurrent state, which forward moves; both None for a model without state
-    loops        int32 [S]                 iterations of each sequence in a looped model; None = its default_loops
+    loops          int32 [S]               iterations of each sequence in a looped model; None = its default_loops
+    cache_windows  int32 [S]               positions that queries of each sequence see at most, in every layer; 0 =
+                                           all. None = all see all
     """
 
     tokens: Int32
@@ -41,9 +43,10 @@ class ForwardBatch:
     state_slots: Int32 | None = None
     states: StatePool | None = None
     loops: Int32 | None = None
+    cache_windows: Int32 | None = None
 
     def plans(self, page_size: int) -> list[AttendPlan]:
-        """One AttendPlan a group."""
+        """One AttendPlan a group, of all rows."""
         return [make_plan(page_size, self.q_indptr, self.kv_lens, table) for table in self.page_tables]
 
 
@@ -60,6 +63,7 @@ class LanguageModel:
     state_spec     geometry of the recurrent state of one sequence, or None; then pages alone continue nothing
     default_loops  iterations of a looped model where a batch gives none; 0 = not looped
     max_loops      iterations that a batch may ask for; 0 = not looped
+    windows_cache  whether `forward` heeds `batch.cache_windows`; else such sequences are refused
     """
 
     spec: KVSpec
@@ -74,6 +78,7 @@ class LanguageModel:
     state_spec: StateSpec | None = None
     default_loops: int = 0
     max_loops: int = 0
+    windows_cache: bool = False
 
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`.
@@ -81,6 +86,18 @@ class LanguageModel:
         A model with `state_spec` also moves `batch.states` at `batch.state_slots`, inside `states.advance`.
         """
         raise NotImplementedError
+
+    def run_loops(
+        self, batch: ForwardBatch, storage: PageStorage, residual: torch.Tensor | None = None, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A part of a looped model's forward: see Loops.run_loops. ValueError for any other model."""
+        raise ValueError(f"{self.name or 'this model'} does not loop")
+
+    def view(self, loops: int | None = None, cache_window: int = 0) -> KVView:
+        """What a sequence of this depth and cache window uses of the page groups; ValueError where that cannot be."""
+        if cache_window > 0 and not self.windows_cache:
+            raise ValueError(f"{self.name or 'this model'} does not take a cache_window, got {cache_window}")
+        return self.spec.view(loops, cache_window)
 
     def default_kv_dtype(self) -> str:
         """What kv_dtype="auto" means for this model: fp32 on the CPU, bf16 on a GPU."""

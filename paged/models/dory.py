@@ -136,16 +136,15 @@ class DoryModel(Loops):
     def _attention(self, layer: _Layer, place: Place, normed: torch.Tensor, step: _DoryStep) -> torch.Tensor:
         """Attention with unit queries and keys and a gated output of length 1, `[T, hidden_size]`; K and V rows are
         appended."""
-        config, plan, rows = self.config, step.plan(place.group), len(normed)
+        config, rows = self.config, len(normed)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         product = layer.qkvg(normed).float()
         gate = product[:, (heads + 2 * kv_heads) * dim :]
         qk, v, _ = product.view(rows, -1, dim).split((heads + kv_heads, kv_heads, heads), 1)
         rotate = step.rotate_windowed if place.window else step.rotate
         q, k = rotate(unit_norm(qk, torch.empty(qk.shape, device=self.device))).split((heads, kv_heads), 1)
-        step.backend.append(step.storage, place.index, k, v, plan)
-        q = (q * layer.query_scale).to(self.dtype)
-        mixed = step.backend.attend(q, step.storage, place.index, plan, scale=dim**-0.5, window=place.window)
+        step.backend.append(step.storage, place.index, k, v, step.plan(place.group))
+        mixed = step.attend((q * layer.query_scale).to(self.dtype), place, dim**-0.5)
         mixed = mixed.reshape(rows, heads * dim).float() * by_rows(torch.sigmoid, gate * layer.gate_scale)
         return layer.output(unit_norm(mixed, torch.empty_like(mixed)).to(self.dtype))
 

@@ -19,8 +19,8 @@ from paged.models.delta import DeltaStep, GatedDelta, by_rows, delta_state_spec
 from paged.models.fingerprint import fingerprint_of, tensor_digest
 from paged.models.layers import RMSNorm, silu_mul
 from paged.models.linear import PackedLinear, row_mode
-from paged.models.rotary import Rotary, Rotation
-from paged.ops.dispatch import get_backend
+from paged.models.rotary import Rotary
+from paged.models.step import Place, Step
 from paged.spec import KVSpec, StateSpec
 
 TensorOf = Callable[[str], torch.Tensor]  # Hugging Face name -> values
@@ -54,20 +54,6 @@ class _Layer:
     down: PackedLinear
 
 
-class _Step:
-    """What the layers of one forward share."""
-
-    __slots__ = ("backend", "normed", "plan", "rotate", "storage")
-
-    def __init__(self, model: HybridModel, batch: ForwardBatch, storage: PageStorage) -> None:
-        config, rows = model.config, len(batch.tokens)
-        self.backend = get_backend(model.device)
-        self.storage = storage
-        self.plan = batch.plans(storage.page_size)[0]
-        self.rotate = Rotation(model.rotary, self.plan.positions, config.num_heads + config.num_kv_heads)
-        self.normed = torch.empty(rows, config.hidden_size, device=model.device)
-
-
 class HybridModel(LanguageModel):
     """A decoder whose layers mix tokens by the gated delta rule, and some by attention over paged K and V.
 
@@ -80,6 +66,8 @@ class HybridModel(LanguageModel):
 
     `forward` keeps no state in the model: threads may call it at once, on different pages and slots.
     """
+
+    windows_cache = True
 
     def __init__(
         self,
@@ -142,7 +130,7 @@ class HybridModel(LanguageModel):
             )
         if states.spec != self.state_spec:
             raise GeometryMismatch("these states were made for another model; make them with model.create_state_pool()")
-        step = _Step(self, batch, storage)
+        step = Step(self, batch, storage)
         x = F.embedding(torch.from_numpy(batch.tokens).to(self.device), self._embed).float()
         with states.advance(batch.state_slots, batch.q_indptr, batch.kv_lens) as slots:
             delta = DeltaStep(slots, batch.q_indptr, states)
@@ -153,7 +141,7 @@ class HybridModel(LanguageModel):
         normed = self._final_norm(x, torch.empty_like(x)).to(self.dtype)
         return self._head(normed).float()
 
-    def _run(self, layer: _Layer, x: torch.Tensor, step: _Step, delta: DeltaStep) -> None:
+    def _run(self, layer: _Layer, x: torch.Tensor, step: Step, delta: DeltaStep) -> None:
         """Add what one layer contributes to x, `[T, hidden_size]`."""
         normed = layer.input_norm(x, step.normed).to(self.dtype)
         mixer = layer.mixer
@@ -163,12 +151,11 @@ class HybridModel(LanguageModel):
             mixed = mixer.rule(mixer.inputs(normed), delta)
             x += mixer.output(mixed.to(self.dtype))
         gate_up = layer.gate_up(layer.post_norm(x, step.normed).to(self.dtype))
-        act = torch.empty(len(x), self.config.intermediate_size, dtype=self.dtype, device=self.device)
-        x += layer.down(silu_mul(gate_up, act))
+        x += layer.down(silu_mul(gate_up, step.act))
 
-    def _attention(self, layer: _Attention, normed: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _attention(self, layer: _Attention, normed: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention with rotated leading values of each head and a gated output, `[T, hidden_size]`."""
-        config, plan, turned = self.config, step.plan, self._rotary_dim
+        config, turned = self.config, self._rotary_dim
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         product = layer.qkvg(normed).float()
         gate = product[:, (heads + 2 * kv_heads) * dim :]
@@ -177,8 +164,8 @@ class HybridModel(LanguageModel):
         rotated = step.rotate(qk[..., :turned])
         qk = rotated if turned == dim else torch.cat([rotated, qk[..., turned:]], -1)
         q, k = qk.split((heads, kv_heads), 1)
-        step.backend.append(step.storage, layer.index, k, v, plan)
-        mixed = step.backend.attend(q.to(self.dtype), step.storage, layer.index, plan, scale=dim**-0.5)
+        step.backend.append(step.storage, layer.index, k, v, step.plan(0))
+        mixed = step.attend(q.to(self.dtype), Place(0, layer.index, 0), dim**-0.5)
         mixed = mixed.view(len(normed), heads * dim).float() * by_rows(torch.sigmoid, gate)
         return layer.output(mixed.to(self.dtype))
 

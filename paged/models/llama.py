@@ -48,6 +48,8 @@ class LlamaModel(LanguageModel):
     `forward` keeps no state: threads may call it at once, on different pages.
     """
 
+    windows_cache = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -111,17 +113,15 @@ class LlamaModel(LanguageModel):
 
     def _attention(self, layer: Layer, place: Place, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The attention block's contribution to x, `[T, hidden_size]`; its K and V rows are appended."""
-        config, plan = self.config, step.plan(place.group)
+        config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = layer.qkv(layer.input_norm(x, step.normed).to(self.dtype)).view(len(x), heads + 2 * kv_heads, dim)
         qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
         if layer.qk_norm is not None:
             qk = layer.qk_norm(qk.float(), torch.empty(qk.shape, device=self.device))
         q, k = step.rotate(qk.float()).split((heads, kv_heads), 1)
-        step.backend.append(step.storage, place.index, k, v.float(), plan)
-        mixed = step.backend.attend(
-            q.to(self.dtype), step.storage, place.index, plan, scale=self._scale, window=place.window
-        )
+        step.backend.append(step.storage, place.index, k, v.float(), step.plan(place.group))
+        mixed = step.attend(q.to(self.dtype), place, self._scale)
         return layer.output(mixed.view(len(x), heads * dim))
 
     def _page_groups(self, config: ModelConfig) -> tuple[list[Place], KVSpec]:

@@ -15,7 +15,7 @@ from paged.models.base import ForwardBatch, LanguageModel
 from paged.models.config import ModelConfig
 from paged.models.llama import LlamaModel
 from paged.models.step import Place, Step
-from paged.spec import KVSpec
+from paged.spec import KVSpec, LoopGroups
 
 
 class Loops(LanguageModel):
@@ -192,6 +192,7 @@ class Loops(LanguageModel):
             config.head_dim,
             self.first_group + loop.max_loops,
             (*widest[:-1], *widest[-1:] * loop.max_loops),
+            LoopGroups(self.first_group, loop.max_loops, loop.num_loops, self.after_group),
         )
         return [places[layer] for layer in range(config.num_layers)], spec
 

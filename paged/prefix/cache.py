@@ -12,7 +12,8 @@ from paged.prefix.checkpoints import CheckpointStore
 from paged.prefix.events import PagesCleared
 from paged.prefix.eviction import EvictionPolicy
 from paged.prefix.explain import Explanation, explain
-from paged.prefix.hashing import Int32, PageHash, as_tokens, page_hash
+from paged.prefix.hashing import Int32, PageHash, as_tokens, fields_of, page_hash
+from paged.prefix.index import NO_PAGE
 from paged.prefix.pins import Pin, Pins
 from paged.prefix.stats import PrefixChain
 from paged.prefix.tree import PageTree
@@ -80,11 +81,11 @@ class PrefixCache(PageTree):
         before = self.held_pages
         if self.checkpoints is not None:
             if session.states is not None and session.states.positions[0] == covered:
-                key, snapshot = self.namespace_key(session.namespace), session.states.snapshot(0)
+                key, snapshot = self.namespace_key(session.namespace, **session.view.fields), session.states.snapshot(0)
                 self.checkpoints.insert(key, history, session.table.rows, snapshot, opening, session.id, preview)
             return max(0, self.held_pages - before)
         before = self.stats.inserted_pages
-        cursor = self.cursor(session.namespace)
+        cursor = self.cursor(session.namespace, session.view)
         full = covered // self.pool.page_size
         for column, pages in self.publish(cursor, history, session.table.rows[:, :full], preview):
             session.table.replace(column, pages)
@@ -108,7 +109,7 @@ class PrefixCache(PageTree):
         prompt = as_tokens(tokens)
         if self.checkpoints is not None:
             return self._attach_checkpoint(session, prompt)
-        cursor = self.cursor(session.namespace)
+        cursor = self.cursor(session.namespace, session.view)
         matched = self.seek(cursor, prompt, lazy=True)
         pages = self.take(cursor)
         if cursor.rows:
@@ -117,14 +118,16 @@ class PrefixCache(PageTree):
             except BaseException:
                 self.pool.release(pages[pages >= 0])
                 raise
-            pages = np.concatenate([pages, own[:, None]], axis=1)
+            column = np.full((self.num_groups, 1), NO_PAGE, np.int32)
+            column[session.view.groups, 0] = own
+            pages = np.concatenate([pages, column], axis=1)
         self.count(cursor, len(prompt))
         session.adopt(prompt[:matched], pages)
         return session.n_past
 
     def _attach_checkpoint(self, session: Session, prompt: Int32) -> int:
         assert self.checkpoints is not None and session.states is not None
-        found = self.checkpoints.find(self.namespace_key(session.namespace), prompt)
+        found = self.checkpoints.find(self.namespace_key(session.namespace, **session.view.fields), prompt)
         if found is None:
             self.count_checkpoint(len(prompt), 0)
             return 0
@@ -144,13 +147,13 @@ class PrefixCache(PageTree):
         self.stats.query_tokens += num_tokens
         self.stats.hit_tokens += matched
 
-    def match_len(self, tokens: object, namespace: str = "") -> int:
+    def match_len(self, tokens: object, namespace: str = "", loops: int | None = None, cache_window: int = 0) -> int:
         """The tokens that `attach` would attach right now. Touches no entry, takes nothing."""
-        prompt = as_tokens(tokens)
+        prompt, view = as_tokens(tokens), self.spec.view(loops, cache_window)
         if self.checkpoints is not None:
-            found = self.checkpoints.find(self.namespace_key(namespace), prompt)
+            found = self.checkpoints.find(self.namespace_key(namespace, **view.fields), prompt)
             return 0 if found is None else found.num_tokens
-        return self.seek(self.cursor(namespace), prompt, lazy=True)
+        return self.seek(self.cursor(namespace, view), prompt, lazy=True)
 
     def checkpoint_at(self, session: Session, tokens: object, matched: int, stable_at: int = 0) -> int:
         """The position to stop the prefill of `tokens` at, so that `insert` there serves later prompts; 0: nowhere.
@@ -162,11 +165,14 @@ class PrefixCache(PageTree):
         self._own(session)
         if self.checkpoints is None:
             return 0
-        return self.checkpoints.stop_at(self.namespace_key(session.namespace), as_tokens(tokens), matched, stable_at)
+        key = self.namespace_key(session.namespace, **session.view.fields)
+        return self.checkpoints.stop_at(key, as_tokens(tokens), matched, stable_at)
 
-    def explain(self, tokens: object, namespace: str = "") -> Explanation:
+    def explain(
+        self, tokens: object, namespace: str = "", loops: int | None = None, cache_window: int = 0
+    ) -> Explanation:
         """How far a prompt matches and why it stops there. Touches nothing. O(pages of the prompt x namespaces)."""
-        return explain(self, as_tokens(tokens), namespace)
+        return explain(self, as_tokens(tokens), namespace, self.spec.view(loops, cache_window))
 
     # Keeping, and giving back ---------------------------------------------------------------------------------
 
@@ -177,20 +183,23 @@ class PrefixCache(PageTree):
         ttl_s: float | None = None,
         priority: int = 0,
         preview: str = "",
+        loops: int | None = None,
+        cache_window: int = 0,
     ) -> Pin:
         """Keep what is cached of `tokens` (all of them, not one short) until `unpin`, or for `ttl_s` seconds.
 
         ValueError where nothing of it is cached. OutOfPages where the budget `max_pinned_pages` does not allow it,
         after expired pins and those of lower priority have gone.
         """
-        history = as_tokens(tokens)
+        history, view = as_tokens(tokens), self.spec.view(loops, cache_window)
         checkpoint = None
         if self.checkpoints is not None:
-            checkpoint = self.checkpoints.find(self.namespace_key(namespace), np.append(history, np.int32(-1)))
+            key = self.namespace_key(namespace, **view.fields)
+            checkpoint = self.checkpoints.find(key, np.append(history, np.int32(-1)))
             pages = checkpoint.pages if checkpoint is not None else np.zeros((1, 0), np.int32)
             covered = checkpoint.num_tokens if checkpoint is not None else 0
         else:
-            cursor = self.cursor(namespace)
+            cursor = self.cursor(namespace, view)
             covered = self.index.seek(cursor, history, len(history) // self.pool.page_size) * self.pool.page_size
             pages = self.index.pages[cursor.nodes]
         if not covered:
@@ -204,12 +213,25 @@ class PrefixCache(PageTree):
     def drop(self, namespace: str = "", **fields: object) -> int:
         """Forget a namespace at once, as `release` does with all; returns the pages that the cache gave up.
 
-        Its pins end. Pages that sequences use stay theirs, and what they compute from now on is not cached.
+        All depths and cache windows of it. Its pins end. Pages that sequences use stay theirs, and what they compute
+        from now on is not cached.
         """
         for pin in self.pins:
             if pin.namespace == namespace and not fields:
                 self.pins.end(pin)
-        key, before = self.namespace_key(namespace, **fields), self.held_pages
+        before = self.held_pages
+        for key in self._keys_of(namespace, **fields):
+            self._drop_key(key)
+        return before - self.held_pages
+
+    def _keys_of(self, namespace: str, **fields: object) -> list[bytes]:
+        """The namespace itself, and what else is cached of it with a depth or a cache window."""
+        own = self.namespace_key(namespace, **fields)
+        known = self.index.known_namespaces() if self.checkpoints is None else self.checkpoints.namespaces()
+        plain = fields_of(own)
+        return list(dict.fromkeys([own, *(key for key in known if plain == _without_view(key))]))
+
+    def _drop_key(self, key: bytes) -> None:
         if self.checkpoints is not None:
             self.checkpoints.drop_namespace(key)
         chains = self.index.chain[self.index.below(key)]
@@ -219,7 +241,6 @@ class PrefixCache(PageTree):
             self._forget(chain, pages)
         if self.listen is not None:
             self.listen(PagesCleared(key))
-        return before - self.held_pages
 
     def chains(self) -> list[PrefixChain]:
         """A snapshot of every donation that is still there, oldest first; of a recurrent model, of every checkpoint.
@@ -298,3 +319,8 @@ class PrefixCache(PageTree):
         else:
             self.checkpoints.check()
         self.pins.check()
+
+
+def _without_view(namespace: bytes) -> dict[str, object]:
+    """The fields of a namespace but for those that a depth or a cache window adds."""
+    return {name: value for name, value in fields_of(namespace).items() if name not in ("loops", "cache_window")}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paged.prefix.hashing import Int32
+from paged.spec import KVView
 
 if TYPE_CHECKING:
     from paged.prefix.cache import PrefixCache
@@ -19,7 +20,8 @@ class Explanation:
     reason  "complete"            all but the last token, which the model needs for its logits
             "too short"           less than a page is left, and only whole pages match
             "evicted"             what follows was cached and went for room
-            "other namespace"     what follows is cached under another salt, model or codec
+            "other namespace"     what follows is cached under another salt, model, codec or cache window
+            "too shallow"         what follows is cached, with fewer loops than are asked for
             "outside the window"  what follows is cached, and pages that a sliding window needs before it are gone
             "state missing"       the prompt shares more with a checkpoint, and leaves it early
             "never cached"        nobody donated these tokens
@@ -31,20 +33,20 @@ class Explanation:
     message: str
 
 
-def explain(cache: PrefixCache, prompt: Int32, namespace: str) -> Explanation:
+def explain(cache: PrefixCache, prompt: Int32, namespace: str, view: KVView) -> Explanation:
     """See PrefixCache.explain."""
-    matched = cache.match_len(prompt, namespace)
-    found = _recurrent(cache, prompt, namespace, matched) or _paged(cache, prompt, namespace, matched)
+    matched = cache.match_len(prompt, namespace, view.loops or None, view.cache_window)
+    found = _recurrent(cache, prompt, namespace, view, matched) or _paged(cache, prompt, namespace, view, matched)
     return Explanation(len(prompt), matched, *found)
 
 
-def _recurrent(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) -> tuple[str, str] | None:
+def _recurrent(cache: PrefixCache, prompt: Int32, namespace: str, view: KVView, matched: int) -> tuple[str, str] | None:
     store = cache.checkpoints
     if store is None:
         return None
     if matched >= len(prompt) - 1:
         return "complete", _complete(prompt)
-    key = cache.namespace_key(namespace)
+    key = cache.namespace_key(namespace, **view.fields)
     gone = store.evicted_at(key, prompt, matched)
     if gone:
         return "evicted", f"a checkpoint of the first {gone} tokens went for room"
@@ -60,13 +62,15 @@ def _recurrent(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) 
     return "never cached", f"no checkpoint opens with token {matched} of this prompt"
 
 
-def _paged(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) -> tuple[str, str]:
+def _paged(cache: PrefixCache, prompt: Int32, namespace: str, view: KVView, matched: int) -> tuple[str, str]:
     size, index = cache.pool.page_size, cache.index
     if matched >= len(prompt) - 1:
         return "complete", _complete(prompt)
-    cursor = cache.cursor(namespace)
+    cursor = cache.cursor(namespace, view)
     whole = max(0, len(prompt) - 1) // size
     depth = index.seek(cursor, prompt, whole)
+    if depth > matched // size and view.loops and not cache._has_pages(cursor, depth):
+        return "too shallow", f"{depth * size} tokens are cached, {matched} of them at a depth of {view.loops} loops"
     if depth > matched // size:
         return "outside the window", (
             f"{depth * size} tokens are cached, and a page that a sliding window still needs there has been given up"
@@ -77,7 +81,7 @@ def _paged(cache: PrefixCache, prompt: Int32, namespace: str, matched: int) -> t
     if rows > matched - depth * size:
         return "evicted", f"the page of tokens {depth * size} to {depth * size + rows - 1} was evicted for room"
     for other in index.namespaces():
-        if other != cursor.namespace and index.seek(index.cursor(other), prompt, whole) > depth:
+        if other != cursor.namespace and index.seek(index.cursor(other, view), prompt, whole) > depth:
             return "other namespace", f"token {matched} and what follows is cached under another namespace"
     return "never cached", f"no cached prefix goes on with token {matched} of this prompt"
 

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paged.errors import check
+from paged.errors import GeometryMismatch, LoopsMismatch, check
 from paged.kv.pages import Int32
 
 if TYPE_CHECKING:
     import torch
 
+    from paged.kv.pages import PagePool
+    from paged.kv.state import StateSnapshot
     from paged.session import Session
+    from paged.spec import KVView
 
 
 class PrefixHandle:
@@ -22,15 +25,35 @@ class PrefixHandle:
     and the first write into a partial page copies that page. So a prompt that equals the prefix needs no forward, and
     any other one needs a forward over its remaining tokens alone. The pages go back when the handle and everything
     that was opened from it are gone.
+
+    In a looped model it serves its own depth; with `share_depths` also every smaller one, since an iteration depends
+    on those before it alone. There its last token is evaluated once more, for the logits of that depth.
     """
 
-    def __init__(self, session: Session) -> None:
-        """Keep what `session` has evaluated; the session goes on for itself. ValueError if it evaluated nothing."""
+    def __init__(self, session: Session, share_depths: bool = False) -> None:
+        """Keep what `session` has evaluated; the session goes on for itself.
+
+        ValueError if it evaluated nothing, and for `share_depths` where layers follow the loop block: their rows
+        belong to one depth.
+        """
         if session.logits is None:
             raise ValueError("a prefix handle needs a session that evaluated at least one token")
+        loop = session.model.spec.loop
+        if share_depths and (loop is None or loop.after_group is not None):
+            raise ValueError(
+                "share_depths needs a looped model whose last layer is in the loop block, and "
+                + ("this model does not loop" if loop is None else "layers follow the block in this one")
+            )
         self._session = session.fork()
+        self._fingerprint = session.pool.fingerprint
+        self.share_depths = share_depths
         self.tokens: Int32 = np.array(session.tokens, np.int32)
         self.tokens.flags.writeable = False
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool whose pages it holds."""
+        return self._session.pool
 
     @property
     def num_tokens(self) -> int:
@@ -41,8 +64,22 @@ class PrefixHandle:
         return self._session.namespace
 
     @property
+    def view(self) -> KVView:
+        """The depth and the cache window that it was computed with."""
+        return self._session.view
+
+    @property
+    def loops(self) -> int:
+        """Its depth in a looped model; 0 = not looped."""
+        return self.view.loops
+
+    @property
+    def cache_window(self) -> int:
+        return self.view.cache_window
+
+    @property
     def logits(self) -> torch.Tensor:
-        """fp32 [vocab_size]: the logits after the last token."""
+        """fp32 [vocab_size]: the logits after the last token, at its own depth."""
         logits = self._session.logits
         assert logits is not None
         return logits
@@ -53,10 +90,20 @@ class PrefixHandle:
         return self._session.table.ids
 
     @property
+    def page_table(self) -> Int32:
+        """Its pages in order, int32 [num_groups, columns]; -1 where it has none. Not to be written to."""
+        return self._session.table.rows
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its pages (some may be shared with others) and of its recurrent state."""
         states = self._session.states
         return len(self.page_ids) * self._session.storage.page_bytes + (0 if states is None else states.num_bytes)
+
+    def snapshot(self) -> StateSnapshot | None:
+        """Its recurrent state, of a model that has one; a copy."""
+        states = self._session.states
+        return None if states is None else states.snapshot(0)
 
     def rows_of_pages(self) -> dict[int, int]:
         """Rows that it has in each of its pages, by page id."""
@@ -68,9 +115,36 @@ class PrefixHandle:
                     rows[page] = min(size, self.num_tokens - column * size)
         return rows
 
-    def open(self) -> Session:
-        """A session that stands behind the prefix, with its logits. O(pages), and one copy of a recurrent state."""
-        return self._session.fork()
+    def require(self, view: KVView) -> None:
+        """LoopsMismatch unless it serves sequences of this view, GeometryMismatch where its model's weights have
+        changed since it was built."""
+        own = self.view
+        if self._session.pool.fingerprint != self._fingerprint:
+            raise GeometryMismatch("the weights of the model have changed since this prefix was built; build it again")
+        if view.cache_window != own.cache_window:
+            raise LoopsMismatch(
+                f"cache_window mismatch: the prefix was built with {own.cache_window}, the call asks for "
+                f"{view.cache_window}; use the same value for both"
+            )
+        if view.loops != own.loops and not (self.share_depths and view.loops < own.loops):
+            raise LoopsMismatch(
+                f"loops mismatch: the prefix was built at {own.loops} loops, the call asks for {view.loops}; "
+                "use the same value for both, or build a prefix at that depth"
+            )
+
+    def open(self, loops: int | None = None) -> Session:
+        """A session that stands behind the prefix, with its logits. O(pages), and one copy of a recurrent state.
+
+        `loops` below its own depth (see `share_depths`) evaluates the last token. Errors as those of `require`.
+        """
+        view = self._session.model.view(self.loops if loops is None else loops, self.cache_window)
+        self.require(view)
+        session = self._session.fork()
+        if view.loops != self.loops:
+            session.rewind(self.num_tokens - 1)
+            session.use(view)
+            session.eval(self.tokens[-1:])
+        return session
 
     def check(self) -> None:
         """Assert that the session behind it is sound and still where it was."""

@@ -35,6 +35,11 @@ def namespace_key(**fields: object) -> bytes:
     return msgspec.msgpack.encode(sorted((name, value) for name, value in fields.items() if value not in ("", None)))
 
 
+def fields_of(namespace: bytes) -> dict[str, Any]:
+    """The fields that a namespace_key was made of."""
+    return dict(msgspec.msgpack.decode(namespace))
+
+
 def root_hash(namespace: bytes) -> bytes:
     """The 16 bytes that the key of a namespace's first page is chained to."""
     return xxhash.xxh3_128_digest(namespace)

@@ -11,6 +11,7 @@ import numpy as np
 from paged.errors import check
 from paged.prefix.hashing import Int32, PageHash, extend_keys, root_hash
 from paged.prefix.siblings import Siblings
+from paged.spec import KVView
 
 NO_NODE = -1
 _FIRST_KEYS = 16  # pages that a lazy look-up hashes before its first look; then twice as many, and so on
@@ -37,6 +38,7 @@ class Cursor:
 
     namespace: bytes
     root: Hashable
+    view: KVView
     epoch: Epoch = field(default_factory=Epoch)
     keys: list[Hashable] = field(default_factory=list[Hashable])
     nodes: list[int] = field(default_factory=list[int])
@@ -69,7 +71,8 @@ class PrefixIndex:
 
     A node with fewer than page_size `rows` is a tail: the last, partial page of a donation, which never has children.
     A node may lack the page of a group with a sliding window (NO_PAGE): then a prefix can continue through it, and a
-    match can end behind it only as far away as the window reaches.
+    match can end behind it only as far away as the window reaches. And it may lack those of the deeper iterations of
+    a looped model: then it serves sequences of less depth. `window[n]` is the cache window of its namespace.
 
     Invariants (`check()`): each key leads to a live node and back; the key is the hash of the parent's key and the
     node's tokens; parents are live and full; children counts are exact; no page id stands twice; those of `siblings`.
@@ -101,18 +104,19 @@ class PrefixIndex:
         self.last_use = np.zeros(capacity, np.int64)
         self.chain = np.zeros(capacity, np.int64)
         self.rows = np.zeros(capacity, np.int32)
+        self.window = np.zeros(capacity, np.int32)
         self.pages = np.zeros((capacity, self.num_groups), np.int32)
         self.tokens = np.zeros((capacity, self.page_size), np.int32)
 
     def __len__(self) -> int:
         return len(self.by_key)
 
-    def cursor(self, namespace: bytes) -> Cursor:
-        """A cursor at the root of `namespace`."""
+    def cursor(self, namespace: bytes, view: KVView) -> Cursor:
+        """A cursor at the root of `namespace`, for a sequence that uses what `view` says."""
         epoch = self._epochs.get(namespace)
         if epoch is None:
             epoch = self._epochs[namespace] = Epoch()
-        return Cursor(namespace, root_hash(namespace), epoch)
+        return Cursor(namespace, root_hash(namespace), view, epoch)
 
     def closest(self, cursor: Cursor, tokens: Int32) -> tuple[int, int]:
         """The page right below the cursor that shares most leading tokens with `tokens`, and how many; (-1, 0): none.
@@ -180,6 +184,7 @@ class PrefixIndex:
         self.children[node] = 0
         self.birth[node] = self._next_birth
         self.chain[node] = cursor.chain
+        self.window[node] = cursor.view.cache_window
         self.pages[node] = NO_PAGE
         rows = self.rows[node] = len(tokens)
         self.tokens[node, :rows] = tokens
@@ -278,6 +283,10 @@ class PrefixIndex:
         """The namespaces that have pages."""
         return list(self._roots)
 
+    def known_namespaces(self) -> list[bytes]:
+        """The namespaces that have pages, or a cursor that may bring some."""
+        return list(dict.fromkeys([*self._roots, *self._epochs]))
+
     def _root(self, namespace: bytes) -> int:
         root = self._roots.get(namespace)
         if root is None:
@@ -292,7 +301,7 @@ class PrefixIndex:
         old, used = len(self.keys), self.__dict__.copy()
         new = max(64, 2 * old)
         self._allocate(new)
-        for name in ("parent", "children", "birth", "last_use", "chain", "rows", "pages", "tokens"):
+        for name in ("parent", "children", "birth", "last_use", "chain", "rows", "window", "pages", "tokens"):
             getattr(self, name)[:old] = used[name][:old]
         self.keys.extend([None] * (new - old))
         self._free.extend(range(new - 1, old - 1, -1))

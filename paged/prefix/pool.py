@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,10 +25,16 @@ class PrefixEntry:
 
     id: int
     handle: PrefixHandle
-    loops: int
-    cache_window: int
     last_use: int
     num_hits: int = 0
+
+    @property
+    def loops(self) -> int:
+        return self.handle.loops
+
+    @property
+    def cache_window(self) -> int:
+        return self.handle.cache_window
 
     @property
     def tokens(self) -> Int32:
@@ -64,14 +71,22 @@ class PrefixPool:
     match. What goes when a newcomer finds no room: "shortest" the entry with the fewest tokens, "lru" the one not
     registered or hit for longest, "cost" the one that saved least computing per byte (tokens times hits). A newcomer
     is never its own victim. `max_tokens` and `max_bytes` bound the sums over the entries as well (0: no bound).
+    With `share_depths` an entry of a looped model serves smaller depths too; the longest wins, then the least deep.
 
     May be shared by threads. A look-up costs O(log entries + tokens) for each entry that the prompt leaves on the way.
 
-    Invariants (`check()`): entries are ordered by key, no key twice; the bounds hold, unless one entry alone exceeds
-    them.
+    Invariants (`check()`): entries are ordered by key, no key twice, and counted by depth; the bounds hold, unless one
+    entry alone exceeds them.
     """
 
-    def __init__(self, capacity: int = 16, eviction: str = "shortest", max_tokens: int = 0, max_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        capacity: int = 16,
+        eviction: str = "shortest",
+        max_tokens: int = 0,
+        max_bytes: int = 0,
+        share_depths: bool = False,
+    ) -> None:
         """A capacity of 0 counts as 1. Takes no memory until something is registered."""
         if capacity < 0 or max_tokens < 0 or max_bytes < 0:
             raise ValueError(
@@ -83,8 +98,10 @@ class PrefixPool:
         self.eviction = eviction
         self.max_tokens = max_tokens
         self.max_bytes = max_bytes
+        self.share_depths = share_depths
         self.num_evicted = 0
         self._entries: SortedKeyList = SortedKeyList(key=_key)
+        self._depths: Counter[int] = Counter()  # entries of each depth
         self._lock = threading.RLock()
         self._next_id = 1
         self._tick = 0
@@ -118,30 +135,32 @@ class PrefixPool:
         with self._lock:
             return next(self._entries.irange_key(key, key), None)
 
-    def register(self, handle: PrefixHandle, loops: int = 0, cache_window: int = 0) -> int:
+    def register(self, handle: PrefixHandle) -> int:
         """Keep a prefix; returns the number of tokens that can match. A second one of the same key changes nothing.
 
-        Under "lru" that counts as a use.
+        Under "lru" that counts as a use. ValueError for a handle without `share_depths` in a pool with it.
         """
+        if self.share_depths and not handle.share_depths:
+            raise ValueError("this pool shares depths: build the prefix with share_depths=True")
         with self._lock:
-            found = self.find(handle.tokens, loops, cache_window, handle.namespace)
+            found = self.find(handle.tokens, handle.loops, handle.cache_window, handle.namespace)
             if found is not None:
                 self._touch(found)
                 return found.num_tokens
-            entry = PrefixEntry(self._next_id, handle, loops, cache_window, 0)
+            entry = PrefixEntry(self._next_id, handle, 0)
             self._next_id += 1
             self._touch(entry)
-            self._entries.add(entry)
+            self._add(entry)
             while self._over_bounds() and len(self._entries) > 1:
                 rank = EVICTIONS[self.eviction]
-                self._entries.remove(min((e for e in self._entries if e is not entry), key=rank))
+                self._discard(min((e for e in self._entries if e is not entry), key=rank))
                 self.num_evicted += 1
             return entry.num_tokens
 
     def match(self, tokens: object, loops: int = 0, cache_window: int = 0, namespace: str = "") -> PrefixEntry | None:
         """The longest entry that `tokens` start with, counted as a hit; None if there is none."""
         with self._lock:
-            entry = self._longest(as_tokens(tokens), loops, cache_window, namespace)
+            entry = self._best(as_tokens(tokens), loops, cache_window, namespace)
             if entry is not None:
                 entry.num_hits += 1
                 self._touch(entry)
@@ -150,7 +169,7 @@ class PrefixPool:
     def match_len(self, tokens: object, loops: int = 0, cache_window: int = 0, namespace: str = "") -> int:
         """The tokens that `match` would find right now. Touches nothing."""
         with self._lock:
-            entry = self._longest(as_tokens(tokens), loops, cache_window, namespace)
+            entry = self._best(as_tokens(tokens), loops, cache_window, namespace)
             return 0 if entry is None else entry.num_tokens
 
     def remove(self, entry_id: int) -> bool:
@@ -158,7 +177,7 @@ class PrefixPool:
         with self._lock:
             for entry in self._entries:
                 if entry.id == entry_id:
-                    self._entries.remove(entry)
+                    self._discard(entry)
                     return True
             return False
 
@@ -166,13 +185,24 @@ class PrefixPool:
         """Forget every entry."""
         with self._lock:
             self._entries.clear()
+            self._depths.clear()
 
-    def _longest(self, tokens: Int32, loops: int, cache_window: int, namespace: str) -> PrefixEntry | None:
+    def _best(self, tokens: Int32, loops: int, cache_window: int, namespace: str) -> PrefixEntry | None:
+        """The longest entry of that depth; of a pool that shares depths also of a greater one."""
+        data = _order(tokens)
+        best = self._longest(tokens, data, (namespace, loops, cache_window))
+        if self.share_depths:
+            for deeper in sorted(depth for depth in self._depths if depth > loops):
+                other = self._longest(tokens, data, (namespace, deeper, cache_window))
+                if other is not None and (best is None or other.num_tokens > best.num_tokens):
+                    best = other
+        return best
+
+    def _longest(self, tokens: Int32, data: bytes, kind: tuple[str, int, int]) -> PrefixEntry | None:
         """Of the entries before the prompt in order the last one; whatever opens the prompt opens that one too."""
-        low = (namespace, loops, cache_window, b"")
         n = len(tokens)
         while n:
-            at = next(self._entries.irange_key(low, (*low[:3], _order(tokens[:n])), reverse=True), None)
+            at = next(self._entries.irange_key((*kind, b""), (*kind, data[: 4 * n]), reverse=True), None)
             if at is None:
                 return None
             shared = min(n, at.num_tokens)
@@ -183,6 +213,16 @@ class PrefixPool:
                 return at
             n = shared
         return None
+
+    def _add(self, entry: PrefixEntry) -> None:
+        self._entries.add(entry)
+        self._depths[entry.loops] += 1
+
+    def _discard(self, entry: PrefixEntry) -> None:
+        self._entries.remove(entry)
+        self._depths[entry.loops] -= 1
+        if not self._depths[entry.loops]:
+            del self._depths[entry.loops]
 
     def _touch(self, entry: PrefixEntry) -> None:
         self._tick += 1
@@ -200,6 +240,7 @@ class PrefixPool:
         with self._lock:
             keys = [_key(entry) for entry in self._entries]
             check(all(a < b for a, b in pairwise(keys)), "entries are out of order, or twice")
+            check(self._depths == Counter(entry.loops for entry in self._entries), "entries are counted wrong")
             check(len(keys) <= 1 or not self._over_bounds(), "the pool holds more than its bounds")
             for entry in self._entries:
                 entry.handle.check()

@@ -12,6 +12,7 @@ import torch
 from paged.kv.pages import Int32
 from paged.kv.state import StatePool
 from paged.prefix.checkpoints import CheckpointStore
+from paged.prefix.hashing import fields_of
 from paged.prefix.saved_file import Part, SavedFile
 from paged.spec import StateSpec
 
@@ -153,9 +154,9 @@ class SavedCheckpoints:
             file.expect((tokens >= 0).all(), f"token ids of 0 or more in {one}", int(tokens.min()))
             named.add((record.namespace, tokens.tobytes()))
             file.expect(len(named) == i + 1, f"other tokens in {one} than in any before", "the same")
-            for group, window in enumerate(storage.spec.windows):
-                first = max(0, n - window + 1) // size if window else 0
-                file.expect((pages[group, first:] >= 0).all(), f"each page that {one} needs", "one missing")
+            window = int(fields_of(self.namespaces[record.namespace]).get("cache_window", 0))
+            needed = np.arange(pages.shape[1]) >= storage.spec.view(None, window).first_columns(n, size)[:, None]
+            file.expect((pages[needed] >= 0).all(), f"each page that {one} needs", "one missing")
             own = pages[pages >= 0]
             file.expect(len(np.unique(own)) == len(own), f"different pages in {one}", "one of them twice")
             if n % size:

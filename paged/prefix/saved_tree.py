@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from paged.kv.pages import Int32
+from paged.prefix.hashing import fields_of
 from paged.prefix.index import NO_NODE, NO_PAGE
 from paged.prefix.saved_file import Part, SavedFile
 from paged.prefix.stats import PrefixChain
+from paged.spec import KVView
 
 if TYPE_CHECKING:
     from paged.prefix.cache import PrefixCache
@@ -63,6 +65,11 @@ class SavedTree:
     def rows_of_page(self) -> Int32:
         """Rows that each page holds, of a tree from a cache, where pages are numbered as they stand in `pages`."""
         return self.rows[np.nonzero(self.pages >= 0)[0]]
+
+    @staticmethod
+    def view_of(namespace: bytes, cache: PrefixCache) -> KVView:
+        """What a sequence of a saved namespace uses, at the default depth."""
+        return cache.spec.view(None, int(fields_of(namespace).get("cache_window", 0)))
 
     # Out of a cache -------------------------------------------------------------------------------------------
 
@@ -152,8 +159,14 @@ class SavedTree:
         once = np.array_equal(np.sort(pages), np.arange(num_pages))
         expect(once, f"each of {num_pages} pages in one node", f"{len(np.unique(pages))} pages in {len(pages)} places")
         expect((self.pages >= NO_PAGE).all(), "page numbers of 0 or more", int(self.pages.min(initial=0)))
-        full = self.pages[:, np.equal(cache.pool.storage.spec.windows, 0)]  # pyright: ignore[reportOptionalMemberAccess]
-        expect((full >= 0).all(), "a page in every group without a window", "a node that lacks one")
+        firm = np.ones(self.pages.shape, np.bool_)
+        namespace = [0] * n
+        for i, above in enumerate(self.parent.tolist()):
+            namespace[i] = namespace[above] if above >= 0 else -1 - above
+        for i, key in enumerate(self.namespaces):
+            rows = np.flatnonzero(np.equal(namespace, i))
+            firm[rows[:, None], self.view_of(key, cache).loose] = False
+        expect((self.pages[firm] >= 0).all(), "a page in every group that each sequence needs", "a node that lacks one")
         chains = (self.chain >= 0) & (self.chain < len(self.chains))
         expect(chains.all(), f"{len(self.chains)} chains", self.chain[~chains][:1])
         expect((self.last_use >= 0).all(), "an order of last use from 0 on", int(self.last_use.min(initial=0)))

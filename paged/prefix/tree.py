@@ -16,6 +16,7 @@ from paged.prefix.eviction import EvictionPolicy, EvictionQueue, get_policy
 from paged.prefix.hashing import Int32, PageHash, namespace_key
 from paged.prefix.index import NO_PAGE, Cursor, PrefixIndex
 from paged.prefix.stats import PrefixChain, PrefixStats
+from paged.spec import KVSpec, KVView
 
 _REMEMBERED = 65_536  # keys of evicted pages that `explain` still knows
 
@@ -24,14 +25,18 @@ class PageTree:
     """The page part of a PrefixCache: a PrefixIndex over one pool, and the rules of who holds what in it.
 
     An entry is one reference to each of its pages; a page that a sequence also uses stays alive when its entry goes.
-    Room is made by evicting leaves only, so a cached page's whole prefix is always cached. The one exception are
-    pages of groups with a sliding window: once no sequence uses such a page it may go alone, and its node stays, for
-    what lies below needs it only within the window.
+    Room is made by evicting leaves only, so a cached page's whole prefix is always cached. The exception are the pages
+    that a prefix may lack (`KVView.loose`): once no sequence uses such a page it may go alone, and its node stays. What
+    lies below needs a page behind a window only within the window, and one of a deep iteration only at that depth.
+
+    Prefixes of all depths of a looped model share one tree, for iteration i depends on those before it alone (unless
+    layers follow the loop block: then each depth is a namespace of its own). What one depth computed serves every
+    smaller one, and a greater one adds its pages to the nodes that are there.
 
     Invariants (`check()`): those of the index; the pool's `held` flags are exactly the index's pages; every idle leaf
-    can be evicted, and so can every idle page of a windowed group; a page of a full group that is in use has its whole
-    prefix in use, so every idle page can be had by evicting; each chain's live pages are those in the index; no more
-    than `max_pages` pages are held.
+    can be evicted, and so can every idle page that may go alone; any other page that is in use has its whole prefix in
+    use, so every idle page can be had by evicting; each chain's live pages are those in the index; no more than
+    `max_pages` pages are held.
     """
 
     def __init__(
@@ -44,12 +49,9 @@ class PageTree:
         self.pool = pool
         self.max_pages = max_pages
         self.exact = exact
-        spec = pool.storage.spec if pool.storage is not None else None
-        self.num_groups = spec.num_groups if spec is not None else 1
-        windows = spec.windows if spec is not None else (0,)
-        self._windowed: Int32 = np.flatnonzero(windows).astype(np.int32)  # groups with a window
-        self._full: Int32 = np.flatnonzero(np.equal(windows, 0)).astype(np.int32)
-        self._windows = windows
+        self.spec = pool.storage.spec if pool.storage is not None else KVSpec(1, 1, 1)
+        self.num_groups = self.spec.num_groups
+        self._ever_loose = False  # whether any sequence so far had groups that a prefix may lack pages of
         self.index = PrefixIndex(pool.page_size, self.num_groups, hash_page, pool.num_pages)
         self.queue = EvictionQueue(self.index, get_policy(policy))
         self.stats = PrefixStats()
@@ -68,9 +70,18 @@ class PageTree:
         codec = storage.codec.name if storage is not None else ""
         return namespace_key(model=self.pool.fingerprint, codec=codec, salt=namespace, **fields)
 
-    def cursor(self, namespace: str = "", **fields: object) -> Cursor:
-        """A cursor at the root of a namespace: `namespace` is the caller's salt, `fields` (adapter=...) add to it."""
-        return self.index.cursor(self.namespace_key(namespace, **fields))
+    def cursor(self, namespace: str = "", view: KVView | None = None, **fields: object) -> Cursor:
+        """A cursor at the root of a namespace: `namespace` is the caller's salt, `fields` (adapter=...) add to it.
+
+        `view` is what the sequence uses of the page groups; None: that of a sequence that asks for nothing.
+        """
+        view = self.spec.view() if view is None else view
+        return self.cursor_of(self.namespace_key(namespace, **view.fields, **fields), view)
+
+    def cursor_of(self, key: bytes, view: KVView) -> Cursor:
+        """A cursor at the root of the namespace with this key."""
+        self._ever_loose = self._ever_loose or len(view.loose) > 0
+        return self.index.cursor(key, view)
 
     def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True, lazy: bool = False) -> int:
         """How many leading tokens of `prompt` are cached, one token short of it. Touches nothing.
@@ -82,9 +93,8 @@ class PageTree:
         size = self.pool.page_size
         depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size, lazy)
         self._look_below(cursor, prompt, exact)
-        if depth and len(self._windowed) and not self._in_windows(cursor, depth, cursor.rows):
-            while depth and not self._in_windows(cursor, depth):
-                depth -= 1
+        if depth and len(cursor.view.loose) and not self._has_pages(cursor, depth, cursor.rows):
+            depth = self._deepest(cursor)
             del cursor.nodes[depth:], cursor.births[depth:]
             self._look_below(cursor, prompt, exact)
         return depth * size + cursor.rows
@@ -94,20 +104,29 @@ class PageTree:
         if self.exact and exact:
             rest = prompt[len(cursor.nodes) * self.pool.page_size : len(prompt) - 1]
             cursor.near, cursor.rows = self.index.closest(cursor, rest)
-            if cursor.rows and len(self._windowed) and int(self.index.pages[cursor.near].min()) < 0:
+            if cursor.rows and len(cursor.view.loose) and not self._whole(cursor.near, cursor.view):
                 cursor.rows = 0
 
-    def _in_windows(self, cursor: Cursor, depth: int, rows: int = 0) -> bool:
-        """Whether everything is there that a query behind `depth` pages and `rows` more tokens sees."""
-        for group in self._windowed.tolist():
-            first = self._first_column(group, depth * self.pool.page_size + rows)
-            if (self.index.pages[cursor.nodes[first:depth], group] < 0).any():
-                return False
-        return True
+    def _whole(self, node: int, view: KVView) -> bool:
+        """Whether a node has all pages of a view."""
+        return int(self.index.pages[node, view.groups].min()) >= 0
 
-    def _first_column(self, group: int, position: int) -> int:
-        """The first page that a query at `position` sees in a windowed group."""
-        return max(0, position - self._windows[group] + 1) // self.pool.page_size
+    def _has_pages(self, cursor: Cursor, depth: int, rows: int = 0) -> bool:
+        """Whether everything is there that a query behind `depth` pages and `rows` more tokens sees."""
+        view, size = cursor.view, self.pool.page_size
+        first = view.first_columns(depth * size + rows, size)[view.wanted]
+        pages = self.index.pages[np.array(cursor.nodes[:depth], np.int32)][:, view.wanted]
+        return not ((pages < 0) & (np.arange(depth)[:, None] >= first)).any()
+
+    def _deepest(self, cursor: Cursor) -> int:
+        """The most of the cursor's pages behind which everything is there that a query sees."""
+        view, size, depth = cursor.view, self.pool.page_size, len(cursor.nodes)
+        gone = self.index.pages[np.array(cursor.nodes, np.int32)][:, view.wanted] < 0
+        last = np.full((depth + 1, len(view.wanted)), -1)  # the last page in front of each depth that is gone
+        last[1:] = np.maximum.accumulate(np.where(gone, np.arange(depth)[:, None], -1), axis=0)
+        windows = view.windows[view.wanted]
+        first = np.maximum(0, np.arange(depth + 1)[:, None] * size - windows + 1) // size
+        return int(np.flatnonzero((last < np.where(windows > 0, first, 0)).all(axis=1))[-1])
 
     def idle_pages(self, cursor: Cursor) -> int:
         """Pages below the cursor that only the cache holds: attaching them makes them live. O(pages)."""
@@ -126,16 +145,19 @@ class PageTree:
     def _columns(self, cursor: Cursor) -> Int32:
         pages = np.ascontiguousarray(self.index.pages[np.array(cursor.nodes, np.int32)].T)
         position = len(cursor.nodes) * self.pool.page_size + cursor.rows
-        for group in self._windowed.tolist():
-            pages[group, : self._first_column(group, position)] = NO_PAGE
+        view = cursor.view
+        if len(view.loose):
+            first = view.first_columns(position, self.pool.page_size)
+            pages[(np.arange(pages.shape[1]) < first[:, None]) | ~view.uses[:, None]] = NO_PAGE
         return pages
 
     def take_rows(self, cursor: Cursor, more: int = 0) -> Int32:
-        """Fresh pages, int32 [num_groups + more]: the first hold a copy of the page whose rows the cursor matched.
+        """Fresh pages, int32 [groups of the view + more]: the first hold a copy of the page whose rows the cursor
+        matched.
 
         OutOfPages, or what the copy raises; then nothing was taken. Making room never takes that page itself.
         """
-        source = self.index.pages[cursor.near].copy()
+        source = self.index.pages[cursor.near, cursor.view.groups]
         self.pool.share(source)
         try:
             own = self.pool.alloc(len(source) + more)
@@ -194,7 +216,9 @@ class PageTree:
                 cursor.closed = True
                 break
             own = tokens[column * size : (column + 1) * size]
-            if column == first and int(pages[:, column].min()) >= 0:  # what follows has a new parent, without children
+            if (
+                column == first and int(pages[cursor.view.groups, column].min()) >= 0
+            ):  # what follows has a new parent, without children
                 self._supersede(cursor, own)
             self._enter(cursor, key, own, pages[:, column], preview)
         if self.listen is not None and len(cursor.nodes) > first:
@@ -215,7 +239,10 @@ class PageTree:
         if not len(rows) or len(cursor.nodes) != len(tokens) // size or not self._may_publish(cursor):
             return
         node, shared = index.closest(cursor, rows)
-        if shared == len(rows) and int(index.pages[node].min()) >= 0:
+        if shared == len(rows) and self._whole(node, cursor.view):
+            return
+        if shared == len(rows) == index.rows[node]:
+            self._merge(node, pages)
             return
         parent = cursor.keys[len(cursor.nodes) - 1] if cursor.nodes else cursor.root
         key = index.hash_page(parent, rows.astype("<i4", copy=False).tobytes())
@@ -328,13 +355,14 @@ class PageTree:
         return freed
 
     def _give_up(self, node: int) -> int:
-        """What can go of a node that was queued: all of an idle leaf, else its idle pages in windowed groups."""
+        """What can go of a node that was queued: all of an idle leaf, else its idle pages that may go alone."""
         if not self.index.children[node] and self._idle(node):
             return self._evict(node)
-        if not len(self._windowed):
+        loose = self._loose(node)
+        if not len(loose):
             return 0
-        pages = self.index.pages[node, self._windowed]
-        idle = self._windowed[(pages >= 0) & (self.pool.refs[pages] == 1)]
+        pages = self.index.pages[node, loose]
+        idle = loose[(pages >= 0) & (self.pool.refs[pages] == 1)]
         return self._unhold(node, self.index.hollow(node, idle)) if len(idle) else 0
 
     def _evict(self, node: int) -> int:
@@ -373,9 +401,13 @@ class PageTree:
 
     def _idle(self, node: int) -> bool:
         pages = self.index.pages[node]
-        if len(self._windowed):
+        if self._ever_loose:
             pages = pages[pages >= 0]
         return not len(pages) or int(self.pool.refs[pages].max()) == 1
+
+    def _loose(self, node: int) -> Int32:
+        """The groups whose page a node can do without."""
+        return self.spec.view(None, int(self.index.window[node])).loose
 
     def _on_idle(self, ids: Int32) -> None:
         """Pages `ids` lost their last user: from now on they age, and those that nothing stands on can be evicted."""
@@ -383,9 +415,10 @@ class PageTree:
         nodes = np.unique(index.node_of_page[ids]) if self.num_groups > 1 else index.node_of_page[ids]
         index.tick += 1
         index.last_use[nodes] = index.tick
-        if len(self._windowed):
+        if self._ever_loose:
             for node in nodes[::-1].tolist():  # of pages that fall idle together the deepest goes first
-                self.queue.push(node)
+                if len(self._loose(node)) or (not index.children[node] and self._idle(node)):
+                    self.queue.push(node)
             return
         for node in nodes[index.children[nodes] == 0].tolist():
             if self.num_groups == 1 or self._idle(node):
@@ -422,14 +455,17 @@ class PageTree:
         check(counts == {c.id: c.num_pages for c in self._chains.values()}, "a chain's live pages are wrong")
         queued = {e[2] for e in self.queue._heap if self.queue._entry[e[2]] == e[1] and index.birth[e[2]] == e[3]}
         refs = np.where(index.pages >= 0, self.pool.refs[index.pages], 1)  # [nodes, groups]
+        firm = np.ones(index.pages.shape, np.bool_)
         for node in live.tolist():
+            loose = self._loose(node)
+            firm[node, loose] = False
             idle_leaf = not index.children[node] and self._idle(node) and (index.pages[node] >= 0).any()
             check(not idle_leaf or node in queued, "an idle leaf cannot be evicted")
-            loose = (refs[node] == 1) & (index.pages[node] >= 0)
-            check(not loose[self._windowed].any() or node in queued, "an idle page behind a window cannot be evicted")
-        check(not (index.pages[live][:, self._full] < 0).any(), "a page of a group without a window is missing")
+            idle = (refs[node, loose] == 1) & (index.pages[node, loose] >= 0)
+            check(not idle.any() or node in queued, "an idle page that may go alone cannot be evicted")
+        check(not (firm & (index.pages < 0))[live].any(), "a page is missing that every sequence needs")
         below = live[index.parent[live] >= 0]
-        used = refs[:, self._full] > 1
-        idle_above = used[below].any(axis=1) & ~used[index.parent[below]].all(axis=1)
+        used = (refs > 1) & firm
+        idle_above = used[below].any(axis=1) & ~(used | ~firm)[index.parent[below]].all(axis=1)
         check(not idle_above.any(), "a page is in use and its parent is not")
         check(not self.max_pages or self.held_pages <= self.max_pages, "more pages are held than max_pages")

@@ -131,7 +131,7 @@ class TreeIntake:
 
     def _cursor(self, namespace: bytes, parent: int) -> Cursor:
         index = self.cache.index
-        cursor = index.cursor(namespace)
+        cursor = self.cache.cursor_of(namespace, self.saved.view_of(namespace, self.cache))
         if parent >= 0:
             node = int(self.node[parent])
             cursor.nodes.append(node)

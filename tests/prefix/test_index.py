@@ -9,8 +9,10 @@ from byhand import expect_check_fails, ids, span
 from paged.errors import CheckFailed
 from paged.prefix.hashing import page_hash
 from paged.prefix.index import NO_NODE, Cursor, PrefixIndex
+from paged.spec import KVSpec
 
 P = 2
+VIEW = KVSpec(1, 1, 8).view()
 
 
 def index(num_groups: int = 1, hash_page=page_hash) -> PrefixIndex:
@@ -20,7 +22,7 @@ def index(num_groups: int = 1, hash_page=page_hash) -> PrefixIndex:
 def enter(tree: PrefixIndex, tokens, pages, namespace: bytes = b"") -> Cursor:
     """Enter `tokens` page by page with the ids `pages`; pages that are there already are walked over."""
     array = ids(*tokens)
-    cursor = tree.cursor(namespace)
+    cursor = tree.cursor(namespace, VIEW)
     tree.seek(cursor, array, len(array) // P)
     for column in range(len(cursor.nodes), len(array) // P):
         page = np.atleast_1d(np.asarray(pages[column], np.int32))
@@ -31,7 +33,7 @@ def enter(tree: PrefixIndex, tokens, pages, namespace: bytes = b"") -> Cursor:
 def depth(tree: PrefixIndex, tokens, namespace: bytes = b"") -> int:
     """How many pages of `tokens` a new cursor finds."""
     array = ids(*tokens)
-    return tree.seek(tree.cursor(namespace), array, len(array) // P)
+    return tree.seek(tree.cursor(namespace, VIEW), array, len(array) // P)
 
 
 # Looking up -------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def test_a_chain_is_found_as_deep_as_its_tokens_agree() -> None:
 def test_the_limit_bounds_what_is_found_and_a_cursor_can_be_taken_back() -> None:
     tree = index()
     enter(tree, span(0, 8), [10, 11, 12, 13])
-    cursor, tokens = tree.cursor(b""), ids(*span(0, 8))
+    cursor, tokens = tree.cursor(b"", VIEW), ids(*span(0, 8))
     assert [tree.seek(cursor, tokens, limit) for limit in (4, 1, 0, 3)] == [4, 1, 0, 3]
     assert len(cursor.nodes) == len(cursor.births) == 3
 
@@ -127,7 +129,7 @@ def test_a_missing_page_hides_those_behind_it() -> None:
 
 def test_a_cursor_sees_what_was_added_below_it() -> None:
     tree, tokens = index(), ids(*span(0, 8))
-    cursor = tree.cursor(b"")
+    cursor = tree.cursor(b"", VIEW)
     assert tree.seek(cursor, tokens, 4) == 0
     enter(tree, span(0, 4), [10, 11])
     assert tree.seek(cursor, tokens, 4) == 2
@@ -138,7 +140,7 @@ def test_a_cursor_sees_what_was_added_below_it() -> None:
 def test_a_cursor_notices_that_its_pages_went() -> None:
     tree, tokens = index(), ids(*span(0, 6))
     enter(tree, span(0, 6), [10, 11, 12])
-    cursor = tree.cursor(b"")
+    cursor = tree.cursor(b"", VIEW)
     assert tree.seek(cursor, tokens, 3) == 3
     tree.remove(cursor.nodes[2])
     tree.remove(cursor.nodes[1])

@@ -189,7 +189,7 @@ def a_window_gives_a_page_back_too_early(patch: Patch) -> None:
 
 
 def a_match_ignores_what_the_window_needs(patch: Patch) -> None:
-    patch.setattr(PrefixCache, "_in_windows", lambda self, cursor, depth, rows=0: True)
+    patch.setattr(PrefixCache, "_has_pages", lambda self, cursor, depth, rows=0: True)
 
 
 def places_without_pages_are_left(patch: Patch) -> None:

@@ -1,0 +1,85 @@
+"""Intake: from a prompt and what is asked of it to a request that can run, or one sentence that says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paged.errors import GeometryMismatch, InvalidRequest
+from paged.kv.pages import Int32
+from paged.models.base import LanguageModel
+from paged.prefix.handles import PrefixHandle
+from paged.prefix.hashing import as_tokens
+from paged.sampling import SamplingParams, draw_seed
+from paged.spec import KVView
+from scheduler.request import PrefillStops, Request, RequestOptions
+
+if TYPE_CHECKING:
+    from scheduler.engine import Engine
+
+Prompt = str | Sequence[int] | Int32
+
+
+def tokens_of(model: LanguageModel, prompt: Prompt) -> Int32:
+    """A prompt's token ids, checked against the vocabulary. InvalidRequest or TypeError says what is wrong."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer: give the prompt as token ids")
+        prompt = model.tokenizer.encode(prompt)
+    tokens = as_tokens(prompt)
+    if not len(tokens):
+        raise InvalidRequest("the prompt is empty; it needs at least one token")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= model.vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(f"token ids must be between 0 and {model.vocab_size - 1}, got {bad}")
+    return tokens
+
+
+def make_request(
+    engine: Engine, name: str, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
+) -> Request:
+    """A request that was checked in every way; `name` is its id unless the options have one."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+    unknown = set(options) - set(RequestOptions.__annotations__)
+    if unknown:
+        known = ", ".join(RequestOptions.__annotations__)
+        raise TypeError(f"a request takes {known}; got {', '.join(sorted(unknown))}")
+    request_id, namespace, prefix = options.get("request_id"), options.get("namespace", ""), options.get("prefix")
+    if request_id is not None and not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+    model = engine.model
+    params.validate_for(model.vocab_size)
+    tokens = tokens_of(model, prompt)
+    view = model.view(options.get("loops"), options.get("cache_window", 0))
+    if prefix is not None:
+        _require_prefix(engine, prefix, tokens, view, namespace)
+    limit = engine.scheduler.fit(len(tokens), params.max_tokens, view)
+    return Request(
+        id=request_id if request_id is not None else name,
+        prompt=tokens.copy(),  # the caller may reuse its buffer
+        params=params,
+        seed=params.seed if params.seed is not None else draw_seed(),
+        end_ids=params.end_ids(model.eos_token_ids),
+        limit=limit,
+        namespace=namespace,
+        priority=options.get("priority", 0),
+        stops=options.get("stops") or PrefillStops(),
+        view=view,
+        prefix=prefix,
+    )
+
+
+def _require_prefix(engine: Engine, prefix: PrefixHandle, tokens: Int32, view: KVView, namespace: str) -> None:
+    """Refuse a prefix that is not what this request would compute."""
+    if prefix.pool is not engine.pool:
+        raise GeometryMismatch("this prefix was built by another engine; build it with this one's build_prefix()")
+    prefix.require(view)
+    if prefix.namespace != namespace:
+        raise InvalidRequest(f"the prefix belongs to namespace {prefix.namespace!r}, the request to {namespace!r}")
+    if not np.array_equal(tokens[: prefix.num_tokens], prefix.tokens):
+        raise InvalidRequest(f"the prompt does not start with the {prefix.num_tokens} tokens of the prefix")
