@@ -6,6 +6,7 @@
     ├── UnsupportedShape (ValueError)     a head size, ratio, dtype or page size that no kernel computes
     ├── InvalidRequest (ValueError)       a request is refused at submit; nothing else is touched
     │   ├── PromptTooLong                 longer than the model, or than the whole pool, can hold
+    │   │   └── ContextTooLong            prompt and max_tokens exceed max_seq_len; a RuntimeError as well
     │   └── DuplicateRequest              the id is still live
     ├── OutOfPages (RuntimeError)         the pool has fewer free and evictable pages than asked for
     ├── GeometryMismatch (RuntimeError)   pool, session and cache were built for different models
@@ -14,6 +15,7 @@
     ├── StateMismatch (RuntimeError)      rows at a position that the recurrent state of their slot has not reached
     ├── LoopsMismatch (RuntimeError)      a handle was built at another depth
     ├── Closed (RuntimeError)             the model or engine was closed
+    ├── RequestFailed (RuntimeError)      a request ended with "error"; the message says why
     ├── NativeMissing (ImportError)       the compiled module is not there, or not loadable
     └── CheckFailed (AssertionError)      check() found a broken invariant: a defect of ours, please report it
 
@@ -46,6 +48,10 @@ class InvalidRequest(PagedError, ValueError):
 
 class PromptTooLong(InvalidRequest):
     """The prompt (or prompt and max_tokens) cannot fit; the message holds both numbers."""
+
+
+class ContextTooLong(PromptTooLong, RuntimeError):
+    """The token-level API was asked for more than max_seq_len holds; TinyLoop's callers expect a RuntimeError."""
 
 
 class DuplicateRequest(InvalidRequest):
@@ -82,6 +88,10 @@ class LoopsMismatch(PagedError, RuntimeError):
 
 class Closed(PagedError, RuntimeError):
     """The object was closed."""
+
+
+class RequestFailed(PagedError, RuntimeError):
+    """A request of the token-level API ended with an error."""
 
 
 class NativeMissing(PagedError, ImportError):

@@ -84,13 +84,13 @@ class Session:
         new = as_tokens(tokens)
         if not len(new):
             return self.logits
-        self._admit(new)
+        self.admit(new)
         for start in range(0, len(new), CHUNK):
             self._eval_chunk(new[start : start + CHUNK])
         return self.logits
 
-    def _admit(self, new: Int32) -> None:
-        """Refuse tokens that this session cannot take."""
+    def admit(self, new: Int32) -> None:
+        """PromptTooLong or InvalidRequest for tokens that this session cannot take."""
         if self._n_past + len(new) > self.model.max_seq_len:
             raise PromptTooLong(
                 f"the session would hold {self._n_past + len(new)} tokens, and the model holds {self.model.max_seq_len}"
@@ -109,13 +109,15 @@ class Session:
             raise
         self.advance(new)
 
-    def batch(self, new: Int32, num_logits: int = 1) -> ForwardBatch:
-        """The rows of `new` behind the history, whose pages the table has; logits of the last `num_logits` of them."""
-        view = self.view
+    def batch(self, new: Int32, num_logits: int = 1, ahead: int = 0, loops: int | None = None) -> ForwardBatch:
+        """The rows of `new` behind the history and `ahead` more tokens, in pages that the table has; logits of the last
+        `num_logits` of them. `loops`: a smaller depth than the session's own.
+        """
+        view = self.view if loops is None else self.model.view(loops, self.view.cache_window)
         return ForwardBatch(
             tokens=new,
             q_indptr=np.array([0, len(new)], np.int32),
-            kv_lens=np.array([self._n_past + len(new)], np.int32),
+            kv_lens=np.array([self._n_past + ahead + len(new)], np.int32),
             page_tables=self.table.rows[:, None, :],
             logit_rows=np.arange(len(new) - num_logits, len(new), dtype=np.int32),
             state_slots=None if self.states is None else np.zeros(1, np.int32),
@@ -133,7 +135,7 @@ class Session:
         """`eval` of at most 512 tokens in a looped model that also returns the residual after its last iteration,
         fp32 [tokens, residual_size] (see `Loops.run_loops`); `logits` are then those of the last token."""
         new = as_tokens(tokens)
-        self._admit(new)
+        self.admit(new)
         before = self.table.num_pages
         self.table.ensure(self._n_past, self._n_past + len(new))
         try:

@@ -56,7 +56,7 @@ class Admission:
         """Pages for all known tokens of `request`, or None: it must wait. `alone`: nothing runs."""
         spare = 0 if alone else int(self.config.watermark * self.pool.num_pages)
         if self.cache is None:
-            if request.prefix is not None:
+            if request.prefix is not None and _reaches(request.prefix, request):
                 return self._from_prefix(request.prefix, request, spare)
             return self._fill(request, Placement(np.zeros((self.num_groups, 0), np.int32), 0), spare)
         if request.cursor is None or request.cursor.epoch.over:
@@ -69,7 +69,7 @@ class Admission:
         cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, request.view.num_groups
         assert cursor is not None
         matched = cache.seek(cursor, request.known)
-        if request.prefix is not None and matched < request.prefix.num_tokens:
+        if request.prefix is not None and matched < min(request.prefix.num_tokens, len(request.known) - 1):
             return self._from_prefix(request.prefix, request, spare)
         offered = self.sharing.follow(request)
         if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
@@ -117,8 +117,9 @@ class Admission:
         if checkpointer.awaits(request):
             return None
         found = checkpointer.find(request)
-        if request.prefix is not None and (found is None or found.num_tokens < request.prefix.num_tokens):
-            return self._from_prefix(request.prefix, request, spare)
+        prefix = request.prefix
+        if prefix is not None and _reaches(prefix, request) and (not found or found.num_tokens < prefix.num_tokens):
+            return self._from_prefix(prefix, request, spare)
         if found is None:
             return self._fill(request, Placement(np.zeros((groups, 0), np.int32), 0), spare)
         whole = found.num_tokens // pool.page_size
@@ -135,8 +136,9 @@ class Admission:
         return placement
 
     def _from_prefix(self, prefix: PrefixHandle, request: Request, spare: int) -> Placement | None:
-        """Start behind a prefix that a handle keeps: its whole pages are shared, its last, partial one is copied."""
-        pool, view, matched = self.pool, request.view, prefix.num_tokens
+        """Start behind a prefix that a handle keeps, or one token short of the prompt: whole pages are shared, a
+        partial one is copied."""
+        pool, view, matched = self.pool, request.view, min(prefix.num_tokens, len(request.known) - 1)
         whole, rows = divmod(matched, pool.page_size)
         table = np.full((self.num_groups, prefix.page_table.shape[1]), -1, np.int32)
         table[view.groups] = prefix.page_table[view.groups]
@@ -174,3 +176,8 @@ class Admission:
         columns = np.full((self.num_groups, own.shape[1]), -1, np.int32)
         columns[request.view.groups] = own
         return columns
+
+
+def _reaches(prefix: PrefixHandle, request: Request) -> bool:
+    """Whether a request can start from a prefix: a recurrent state stands behind its last token, and nowhere else."""
+    return prefix.snapshot_at is None or prefix.snapshot_at < len(request.known)

@@ -93,6 +93,7 @@ class Engine:
         self.pool = self.model.create_kv_pool(num_pages, page_size, kv_dtype)
         assert self.pool.storage is not None
         self._storage = self.pool.storage
+        self.kv_dtype = self._storage.codec.name
         self.cache = PrefixCache(self.pool, 0, max_states, max_state_bytes, partial=True) if prefix_cache else None
         self.scheduler = Scheduler(
             self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups, states
@@ -318,7 +319,7 @@ class Engine:
     def _first_token(self, request: Request) -> int | None:
         """The first token of a request whose whole prompt is a prefix with logits; None for any other one."""
         prefix, params = request.prefix, request.params
-        if prefix is None or prefix.num_tokens < request.num_prompt or prefix.view is not request.view:
+        if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
             return None
         if params.logprobs is not None:  # one row is computed again, so that there is one place that reports them
             return None

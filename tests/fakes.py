@@ -8,12 +8,14 @@ from the token list alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from paged.models.base import ForwardBatch, LanguageModel
 from paged.ops.plan import AttendPlan
-from paged.spec import KVSpec, StatePlane, StateSpec
+from paged.spec import KVSpec, LoopGroups, StatePlane, StateSpec
 
 _JUNK = np.uint64(0xBAD)  # stands for a row that is not the one it should be
 
@@ -66,7 +68,14 @@ def join(pieces: np.ndarray) -> np.ndarray:
     return shifted[0] | shifted[1] | shifted[2] | shifted[3]
 
 
+def narrower(window: int, other: int) -> int:
+    """The smaller of two windows; 0 is none."""
+    return min(window, other) if window and other else window or other
+
+
 class EchoModel(LanguageModel):
+    windows_cache = True
+
     def __init__(
         self,
         vocab_size: int = 97,
@@ -92,24 +101,54 @@ class EchoModel(LanguageModel):
         self.num_rows += len(batch.tokens)
         planes = storage.pages[:, 0, 0, 0].numpy()  # [num_pages, page_size, 8]
         digests = np.zeros(len(batch.tokens), np.uint64)
-        windows = self.spec.windows
-        for group, plan in enumerate(batch.plans(storage.page_size)):
+        for group, plan in enumerate(self._plans(batch, storage)):
             page, offset = plan.slots // storage.page_size, plan.slots % storage.page_size
-            planes[page, offset, 0] = batch.tokens
-            planes[page, offset, 1] = plan.positions
+            deep = np.repeat(self._deep(batch, group), np.diff(batch.q_indptr))
+            page, offset = page[deep], offset[deep]
+            planes[page, offset, 0] = batch.tokens[deep]
+            planes[page, offset, 1] = plan.positions[deep]
             planes[page, offset, 2] = group
+            deep = self._deep(batch, group)
             for s in range(plan.num_seqs):
+                if not deep[s]:
+                    continue
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
                 rows, good = self._visible(planes, plan, s, group)
-                sums = seen(np.where(good, self._first(rows[:, 0], np.arange(len(rows))), _JUNK), windows[group])
-                planes[page[first:last], offset[first:last], 3:7] = split(sums[len(rows) - (last - first) :])
+                window = self._window(batch, group, s)
+                firsts = self._first(rows[:, 0], np.arange(len(rows))) ^ self._salt(group, self._loops(batch)[s])
+                sums = seen(np.where(good, firsts, _JUNK), window)
+                at = plan.slots[first:last]
+                planes[at // storage.page_size, at % storage.page_size, 3:7] = split(sums[len(rows) - (last - first) :])
             for s in range(plan.num_seqs):
+                if not deep[s]:
+                    continue
                 first, last = int(plan.q_indptr[s]), int(plan.q_indptr[s + 1])
                 rows, good = self._visible(planes, plan, s, group)
-                sums = seen(np.where(good, mix(join(rows[:, 3:7])), _JUNK), windows[group])
+                sums = seen(np.where(good, mix(join(rows[:, 3:7])), _JUNK), self._window(batch, group, s))
                 with np.errstate(over="ignore"):
                     digests[first:last] += sums[len(rows) - (last - first) :]
         return torch.from_numpy(logits_of(digests[batch.logit_rows], self.vocab_size))
+
+    def _plans(self, batch: ForwardBatch, storage) -> list[AttendPlan]:
+        return batch.plans(storage.page_size)
+
+    def _deep(self, batch: ForwardBatch, group: int) -> np.ndarray:
+        """Which sequences use a group."""
+        loop = self.spec.loop
+        if loop is None or group < loop.first_group:
+            return np.ones(len(batch.kv_lens), np.bool_)
+        return self._loops(batch) > group - loop.first_group
+
+    def _loops(self, batch: ForwardBatch) -> np.ndarray:
+        return np.full(len(batch.kv_lens), self.default_loops) if batch.loops is None else batch.loops
+
+    def _salt(self, group: int, loops: int) -> np.uint64:
+        """Rows of the group behind the loop block belong to one depth."""
+        loop = self.spec.loop
+        return mix(np.array(loops)) if loop is not None and group == loop.after_group else np.uint64(0)
+
+    def _window(self, batch: ForwardBatch, group: int, s: int) -> int:
+        return narrower(self.spec.windows[group], 0 if batch.cache_windows is None else int(batch.cache_windows[s]))
 
     def _first(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return row_digest(tokens, positions) ^ mix(np.array(self.weights))
@@ -121,20 +160,22 @@ class EchoModel(LanguageModel):
         rows = planes[plan.page_table[s, where // plan.page_size], where % plan.page_size]
         return rows, (rows[:, 1] == where) & (rows[:, 2] == group)
 
-    def oracle(self, tokens) -> np.ndarray:
+    def oracle(self, tokens, loops: int | None = None, cache_window: int = 0) -> np.ndarray:
         """fp32 [vocab_size]: the logits after `tokens`, computed without any page."""
         ids = np.asarray(tokens, np.int64)
         total, first = np.uint64(0), self._first(ids, np.arange(len(ids)))
         with np.errstate(over="ignore"):
-            for window in self.spec.windows:
-                total += seen(mix(seen(first, window)), window)[-1]
+            view = self.spec.view(loops, cache_window)
+            for group in view.groups.tolist():
+                window = int(view.windows[group])
+                total += seen(mix(seen(first ^ self._salt(group, view.loops), window)), window)[-1]
         return logits_of(np.array([total], np.uint64), self.vocab_size)[0]
 
-    def greedy(self, prompt, max_tokens: int) -> list[int]:
+    def greedy(self, prompt, max_tokens: int, loops: int | None = None, cache_window: int = 0) -> list[int]:
         """The tokens a greedy request must give, end ids left out."""
         tokens, out = list(prompt), []
         for _ in range(max_tokens):
-            token = int(self.oracle(tokens).argmax())
+            token = int(self.oracle(tokens, loops, cache_window).argmax())
             if token in self.eos_token_ids:
                 break
             tokens.append(token)
@@ -171,8 +212,22 @@ class EchoHybrid(EchoModel):
             start = out[i] = mix(np.array(start ^ np.uint64(token + 1) ^ np.uint64(self.weights << 32)))
         return out
 
-    def oracle(self, tokens) -> np.ndarray:
-        return super().oracle(tokens) + logits_of(self._moved(np.uint64(0), tokens)[-1:], self.vocab_size)[0]
+    def oracle(self, tokens, loops: int | None = None, cache_window: int = 0) -> np.ndarray:
+        return (
+            super().oracle(tokens, loops, cache_window)
+            + logits_of(self._moved(np.uint64(0), tokens)[-1:], self.vocab_size)[0]
+        )
+
+
+class EchoLooped(EchoModel):
+    """An EchoModel with a page group for each iteration; `after` adds one whose rows belong to one depth."""
+
+    def __init__(self, vocab_size: int = 97, max_loops: int = 4, default_loops: int = 2, after: bool = False) -> None:
+        super().__init__(vocab_size, num_groups=1 + after + max_loops)
+        self.default_loops, self.max_loops = default_loops, max_loops
+        groups = LoopGroups(1 + after, max_loops, default_loops, 1 if after else None)
+        self.spec = replace(self.spec, loop=groups)
+        self.fingerprint += "-looped"
 
 
 class ByteTokenizer:

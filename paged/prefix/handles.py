@@ -30,8 +30,10 @@ class PrefixHandle:
     on those before it alone. There its last token is evaluated once more, for the logits of that depth.
     """
 
-    def __init__(self, session: Session, share_depths: bool = False) -> None:
+    def __init__(self, session: Session, share_depths: bool = False, own_logits: bool = False) -> None:
         """Keep what `session` has evaluated; the session goes on for itself.
+
+        With `own_logits` a sequence of less depth begins with the logits of the prefix's own depth too.
 
         ValueError if it evaluated nothing, and for `share_depths` where layers follow the loop block: their rows
         belong to one depth.
@@ -47,6 +49,7 @@ class PrefixHandle:
         self._session = session.fork()
         self._fingerprint = session.pool.fingerprint
         self.share_depths = share_depths
+        self.own_logits = own_logits
         self.tokens: Int32 = np.array(session.tokens, np.int32)
         self.tokens.flags.writeable = False
 
@@ -100,6 +103,11 @@ class PrefixHandle:
         states = self._session.states
         return len(self.page_ids) * self._session.storage.page_bytes + (0 if states is None else states.num_bytes)
 
+    @property
+    def snapshot_at(self) -> int | None:
+        """The one position that its recurrent state is valid at; None for a model without one."""
+        return None if self._session.states is None else self.num_tokens
+
     def snapshot(self) -> StateSnapshot | None:
         """Its recurrent state, of a model that has one; a copy."""
         states = self._session.states
@@ -132,6 +140,10 @@ class PrefixHandle:
                 "use the same value for both, or build a prefix at that depth"
             )
 
+    def begins(self, view: KVView) -> bool:
+        """Whether its logits are those that a sequence of this view begins with."""
+        return view is self.view or self.own_logits
+
     def open(self, loops: int | None = None) -> Session:
         """A session that stands behind the prefix, with its logits. O(pages), and one copy of a recurrent state.
 
@@ -140,10 +152,19 @@ class PrefixHandle:
         view = self._session.model.view(self.loops if loops is None else loops, self.cache_window)
         self.require(view)
         session = self._session.fork()
-        if view.loops != self.loops:
-            session.rewind(self.num_tokens - 1)
-            session.use(view)
-            session.eval(self.tokens[-1:])
+        if view.loops == self.loops:
+            return session
+        try:
+            if self.own_logits:
+                session.use(view)
+                session.logits = self.logits
+            else:
+                session.rewind(self.num_tokens - 1)
+                session.use(view)
+                session.eval(self.tokens[-1:])
+        except BaseException:
+            session.release()
+            raise
         return session
 
     def check(self) -> None:

@@ -1,0 +1,133 @@
+"""Self-speculative decoding: a looped model drafts at a small depth and verifies at its full one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paged.prefix.hashing import Int32
+from paged.sampler import Sampler, TokenHistory
+from paged.sampling import SamplingParams
+from paged.session import Session
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Tokens that the small depth proposed, and those of them that the full depth kept."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+class SpeculativeDecoder:
+    """Decodes a session of a looped model; the tokens are those of plain decoding, greedy and seeded.
+
+    Each round drafts `num_draft` tokens at `draft_loops` iterations. The full depth then runs the iterations that are
+    missing over all of them at once, from the residual that drafting left: what was drafted is never computed twice,
+    whether it is kept or not. A draft is kept as long as it is the token that the full depth draws at that position,
+    which depends on (seed, position) alone. Rows of rejected drafts are written over.
+
+    Leviathan et al., "Fast inference from transformers via speculative decoding", 2023, with the draft model inside
+    the target; there a draft is kept by chance, so that only the distribution stays, here only if it is equal.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        params: SamplingParams,
+        seed: int,
+        draft_loops: int,
+        num_draft: int = 4,
+        num_prompt: int | None = None,
+        end_ids: Iterable[int] = (),
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """`num_prompt` of the session's tokens are prompt (default: all), for the penalties that look at output alone.
+
+        `lock` is held while pages and model are touched. ValueError unless 1 <= draft_loops < the session's depth and
+        num_draft >= 1.
+        """
+        if not 1 <= draft_loops < session.view.loops:
+            raise ValueError(
+                f"draft_loops must be at least 1 and below the {session.view.loops} loops of the session, "
+                f"got {draft_loops}"
+            )
+        if num_draft < 1:
+            raise ValueError(f"num_draft must be at least 1, got {num_draft}")
+        if session.logits is None:
+            raise RuntimeError("there are no logits to sample from: eval() at least one token first")
+        self.session = session
+        self.draft_loops = draft_loops
+        self.num_draft = num_draft
+        self.stats = DraftStats()
+        self._lock = lock or nullcontext()
+        self._sampler = Sampler(1, session.model.vocab_size)
+        self._sampler.assign(0, params, seed, end_ids)
+        self._known: list[int] = session.tokens.tolist()
+        self._num_prompt = len(self._known) if num_prompt is None else num_prompt
+
+    def tokens(self, max_tokens: int) -> Iterator[int]:
+        """The next `max_tokens` tokens, each as soon as it is known.
+
+        The caller stops where it sees an end id. PromptTooLong at the model's length, OutOfPages if the pool is full.
+        """
+        left = max_tokens
+        with self._lock:
+            assert self.session.logits is not None
+            new = [self._draw(self.session.logits, [])]
+        while left > 0:
+            for token in new[:left]:
+                self._known.append(token)
+                yield token
+            left -= len(new)
+            if left > 0:
+                with self._lock:
+                    new = self._round(min(self.num_draft, left - 1))
+
+    def _round(self, num_draft: int) -> list[int]:
+        """One draft and its verification: the tokens that follow the known ones, at least one."""
+        session = self.session
+        first = np.array(self._known[session.n_past :], np.int32)  # the last known token, which has no rows yet
+        session.admit(np.zeros(1 + num_draft, np.int32))
+        before = session.table.num_pages
+        session.table.ensure(session.n_past, session.n_past + 1 + num_draft)
+        try:
+            drafts, residual = self._draft(first, num_draft)
+            batch = session.batch(drafts, num_logits=len(drafts))
+            logits, _ = session.model.run_loops(batch, session.storage, residual, self.draft_loops)
+        except BaseException:
+            session.table.truncate(before)
+            raise
+        new: list[int] = []
+        for i in range(len(drafts)):
+            new.append(self._draw(logits[i], new))
+            if i + 1 < len(drafts) and new[-1] != int(drafts[i + 1]):
+                break
+        self.stats.drafted += num_draft
+        self.stats.accepted += len(new) - 1
+        session.logits = logits[len(new) - 1]
+        session.advance(drafts[: len(new)])
+        session.table.truncate(-(-session.n_past // session.pool.page_size))
+        return new
+
+    def _draft(self, first: Int32, num_draft: int) -> tuple[Int32, torch.Tensor]:
+        """`first` and the tokens drafted behind it, [n], and the residual of their rows at the small depth."""
+        session, drafts, residuals = self.session, first, list[torch.Tensor]()
+        for i in range(num_draft + 1):
+            batch = session.batch(drafts[i:], ahead=i, loops=self.draft_loops)
+            logits, residual = session.model.run_loops(batch, session.storage)
+            residuals.append(residual)
+            if i < num_draft:
+                drafts = np.append(drafts, np.int32(self._draw(logits[0], drafts[1:].tolist())))
+        return drafts, torch.cat(residuals)
+
+    def _draw(self, logits: torch.Tensor, more: list[int]) -> int:
+        """The token behind the known ones and `more`."""
+        tokens = np.array([*self._known, *more], np.int32)
+        history = TokenHistory(tokens[None], np.array([self._num_prompt], np.int32), np.array([len(tokens)], np.int32))
+        at = np.array([len(tokens)], np.int32)
+        return int(self._sampler.sample(logits.reshape(1, -1), np.zeros(1, np.int32), at, history).tokens[0])

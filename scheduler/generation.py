@@ -1,0 +1,155 @@
+"""Generation: how one call of the token-level API runs: as a request, by beam search, or drafted at a small depth."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged.beam import BeamSearch
+from paged.errors import ContextTooLong, OutOfPages, RequestFailed
+from paged.kv.pages import Int32
+from paged.prefix.handles import PrefixHandle
+from paged.sampling import SamplingParams, draw_seed
+from paged.session import Session
+from paged.speculative import SpeculativeDecoder
+from scheduler.engine import Engine
+from scheduler.prefixes import extend, open_session
+from scheduler.request import RequestOptions
+from scheduler.stops import StopSequences
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one generation is asked for. `token_stops` are sequences of ids that end it and are left out."""
+
+    params: SamplingParams
+    loops: int | None
+    cache_window: int
+    token_stops: tuple[tuple[int, ...], ...] = ()
+    num_beams: int = 1
+    draft_loops: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_beams < 1 or self.draft_loops < 0:
+            raise ValueError(
+                f"num_beams must be at least 1 and draft_loops at least 0, got {self.num_beams} and {self.draft_loops}"
+            )
+        by_hand = self.num_beams > 1 or self.draft_loops > 0
+        if self.num_beams > 1 and self.draft_loops:
+            raise ValueError("num_beams and draft_loops cannot be combined: beams have no single draft to verify")
+        if by_hand and self.params.stop:
+            raise ValueError(
+                "beam search and drafting end at token ids: give stop_sequences as token ids, not as strings"
+            )
+
+
+def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> list[list[int]]:
+    """The continuations of a prompt: one, or `params.n`; of beam search the `params.n` best of `num_beams`."""
+    fit(engine, tokens, call)
+    if call.num_beams > 1:
+        with _session(engine, tokens, prefix, call) as session:
+            ends = call.params.end_ids(engine.model.eos_token_ids)
+            search = BeamSearch(session, call.num_beams, ends, lock=engine.lock)
+            beams = search.run(call.params.max_tokens or 1)
+            return [_cut(list(beam.token_ids), call) for beam in beams[: call.params.n]]
+    if call.draft_loops or call.token_stops:
+        return [list(stream(engine, tokens, prefix, call)) for _ in range(call.params.n)]
+    output = engine.generate([tokens], call.params, **_options(prefix, call))[0]
+    if output.finish_reason == "error":
+        raise RequestFailed(output.error)
+    return [sample.token_ids for sample in output.samples]
+
+
+def stream(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
+    """The tokens of one continuation as they come, but for those that may turn out to be part of a stop sequence."""
+    source = _drafted(engine, tokens, prefix, call) if call.draft_loops else _requested(engine, tokens, prefix, call)
+    with closing(source):
+        if not call.token_stops:
+            yield from source
+            return
+        stops = StopSequences(call.token_stops)
+        for token in source:
+            yield from stops.push(token)
+            if stops.ended:
+                return
+        yield from stops.flush()
+
+
+def fit(engine: Engine, tokens: Int32, call: Call) -> None:
+    """ContextTooLong where the prompt and what is asked for do not fit the model."""
+    most, wanted = engine.model.max_seq_len, call.params.max_tokens or 1
+    if len(tokens) + wanted > most:
+        raise ContextTooLong(
+            f"{len(tokens)} prompt tokens and max_tokens {wanted} make {len(tokens) + wanted}, and max_seq_len is "
+            f"{most}; shorten the prompt, lower max_tokens, or raise max_seq_len"
+        )
+
+
+@contextmanager
+def memory() -> Iterator[None]:
+    """Say "out of memory" of a pool that is full, as TinyLoop does."""
+    try:
+        yield
+    except OutOfPages as error:
+        raise OutOfPages(f"out of memory: {error}; free a handle or make the pool larger (num_pages)") from error
+
+
+def _options(prefix: PrefixHandle | None, call: Call) -> RequestOptions:
+    return {"loops": call.loops, "cache_window": call.cache_window, "prefix": prefix}
+
+
+def _requested(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
+    with engine.stream(tokens, call.params, **_options(prefix, call)) as events:
+        for event in events:
+            yield from event.token_ids
+    output = events.output
+    if output is not None and output.finish_reason == "error":
+        raise RequestFailed(output.error)
+
+
+def _drafted(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
+    params = call.params
+    ends = params.end_ids(engine.model.eos_token_ids)
+    seed = params.seed if params.seed is not None else draw_seed()
+    with _session(engine, tokens, prefix, call) as session:
+        decoder = SpeculativeDecoder(session, params, seed, call.draft_loops, end_ids=ends, lock=engine.lock)
+        for i, token in enumerate(decoder.tokens(params.max_tokens or 1)):
+            if token in ends and i >= params.min_tokens:
+                return
+            yield token
+
+
+@contextmanager
+def _session(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Iterator[Session]:
+    """A session that has evaluated `tokens`, from a prefix or from what is cached."""
+    if prefix is None:
+        with memory(), open_session(engine, "", call.loops, call.cache_window) as session:
+            if engine.cache is not None:
+                with engine.lock:
+                    engine.cache.attach(session, tokens)
+            extend(engine, session, tokens[session.n_past :])
+            yield session
+        return
+    if not np.array_equal(tokens[: prefix.num_tokens], prefix.tokens):
+        raise ValueError(f"the prompt does not start with the {prefix.num_tokens} tokens of the prefix")
+    with memory(), engine.lock:
+        session = prefix.open(call.loops)
+    try:
+        extend(engine, session, tokens[session.n_past :])
+        yield session
+    finally:
+        with engine.lock:
+            session.release()
+
+
+def _cut(tokens: list[int], call: Call) -> list[int]:
+    """The tokens in front of the first stop sequence."""
+    stops, out = StopSequences(call.token_stops), list[int]()
+    for token in tokens:
+        out += stops.push(token)
+        if stops.ended:
+            return out
+    return out + stops.flush()
