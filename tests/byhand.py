@@ -43,26 +43,29 @@ class Hand:
         vocab_size: int = 997,
         kind: type[EchoModel] = EchoModel,
         windows: tuple[int, ...] = (),
+        model: EchoModel | None = None,
         **options,
     ) -> None:
         """`options` are those of PrefixCache."""
-        self.model = kind(vocab_size, num_groups=num_groups, windows=windows)
+        self.model = model or kind(vocab_size, num_groups=num_groups, windows=windows)
         self.pool = self.model.create_kv_pool(num_pages, page_size)
         self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page, **options)
 
-    def session(self, namespace: str = "") -> Session:
-        return Session(self.model, self.pool, namespace=namespace)
+    def session(self, namespace: str = "", loops: int | None = None, cache_window: int = 0) -> Session:
+        return Session(self.model, self.pool, loops, cache_window, namespace)
 
-    def ask(self, tokens, namespace: str = "") -> Session:
+    def ask(self, tokens, namespace: str = "", loops: int | None = None, cache_window: int = 0) -> Session:
         """A session that attached what is cached of `tokens` and evaluated the rest; its logits are right."""
-        session = self.session(namespace)
+        session = self.session(namespace, loops, cache_window)
         matched = self.cache.attach(session, tokens)
         self.expect_exact(session, tokens, session.eval(tokens[matched:]))
         return session
 
-    def donate(self, tokens, namespace: str = "", preview: str = "") -> int:
+    def donate(
+        self, tokens, namespace: str = "", preview: str = "", loops: int | None = None, cache_window: int = 0
+    ) -> int:
         """Evaluate `tokens`, donate them, and let the session go; returns the pages new to the cache."""
-        session = self.ask(tokens, namespace)
+        session = self.ask(tokens, namespace, loops, cache_window)
         new = self.cache.insert(session, tokens, preview)
         session.release()
         self.check()
@@ -70,7 +73,8 @@ class Hand:
 
     def expect_exact(self, session: Session, tokens, logits) -> None:
         assert session.tokens.tolist() == list(tokens)
-        assert np.array_equal(logits.numpy(), self.model.oracle(tokens))
+        view = session.view
+        assert np.array_equal(logits.numpy(), self.model.oracle(tokens, view.loops or None, view.cache_window))
 
     def pages_of(self, tokens, namespace: str = "") -> list[int]:
         """Ids of the cached pages that `tokens` starts with (group 0)."""

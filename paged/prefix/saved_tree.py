@@ -166,7 +166,7 @@ class SavedTree:
         for i, key in enumerate(self.namespaces):
             rows = np.flatnonzero(np.equal(namespace, i))
             firm[rows[:, None], self.view_of(key, cache).loose] = False
-        expect((self.pages[firm] >= 0).all(), "a page in every group that each sequence needs", "a node that lacks one")
+        expect((self.pages[firm] >= 0).all(), "a page in every group that no prefix may lack", "a node that lacks one")
         chains = (self.chain >= 0) & (self.chain < len(self.chains))
         expect(chains.all(), f"{len(self.chains)} chains", self.chain[~chains][:1])
         expect((self.last_use >= 0).all(), "an order of last use from 0 on", int(self.last_use.min(initial=0)))

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from byhand import Hand, expect_check_fails, span
-from fakes import EchoHybrid, EchoModel
+from fakes import EchoHybrid, EchoLooped, EchoModel
 
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.pool import PrefixPool
@@ -21,10 +21,12 @@ def hand(request) -> Hand:
     return Hand(200, 4, kind=KINDS[request.param])
 
 
-def handle(h: Hand, tokens, namespace: str = "") -> PrefixHandle:
-    session = h.session(namespace)
+def handle(
+    h: Hand, tokens, namespace: str = "", loops: int | None = None, cache_window: int = 0, share_depths: bool = False
+) -> PrefixHandle:
+    session = h.session(namespace, loops, cache_window)
     session.eval(tokens)
-    made = PrefixHandle(session)
+    made = PrefixHandle(session, share_depths)
     session.release()
     return made
 
@@ -142,11 +144,11 @@ def test_one_differing_id_is_no_match(hand: Hand) -> None:
         assert pool.match_len(prompt) == 0
 
 
-def test_loops_window_and_namespace_are_part_of_the_key(hand: Hand) -> None:
-    pool = PrefixPool()
-    pool.register(handle(hand, span(0, 5)), loops=4)
-    pool.register(handle(hand, span(0, 6)), loops=4, cache_window=8)
-    pool.register(handle(hand, span(0, 7), "a"), loops=4)
+def test_loops_window_and_namespace_are_part_of_the_key() -> None:
+    hand, pool = Hand(200, 4, model=EchoLooped(997)), PrefixPool()
+    pool.register(handle(hand, span(0, 5), loops=4))
+    pool.register(handle(hand, span(0, 6), loops=4, cache_window=8))
+    pool.register(handle(hand, span(0, 7), "a", loops=4))
     assert pool.size() == 3
     prompt = span(0, 20)
     assert pool.match_len(prompt) == pool.match_len(prompt, loops=8) == 0
@@ -160,7 +162,7 @@ def test_loops_window_and_namespace_are_part_of_the_key(hand: Hand) -> None:
 def test_the_same_key_twice_is_one_entry(hand: Hand) -> None:
     pool = filled(hand, span(0, 5), span(0, 5))
     assert (pool.size(), pool.total_cached_tokens()) == (1, 5)
-    pool.register(handle(hand, span(0, 5)), loops=2)
+    pool.register(handle(hand, span(0, 5), "a"))
     assert (pool.size(), pool.total_cached_tokens()) == (2, 10)
 
 
