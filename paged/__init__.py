@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         CheckFailed,
         Closed,
         DuplicateRequest,
+        ExtraMissing,
         GeometryMismatch,
         InvalidRequest,
         LoadError,
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
         StateMismatch,
         UnsupportedShape,
     )
+    from paged.grammar import Grammar
     from paged.kv.page_table import PageTable
     from paged.kv.pages import PagePool
     from paged.kv.state import StatePool, StateSnapshot
     from paged.loaders.renderer import ChatRenderer, MarkedPrompt
+    from paged.matcher import GrammarCompiler, GrammarMatcher
     from paged.models.registry import load_model
     from paged.prefix.cache import PrefixCache
     from paged.prefix.checkpoints import Checkpoint
@@ -62,6 +65,8 @@ _HOME = {
     "page_hash": "paged.prefix.hashing",
     "Session": "paged.session",
     "SamplingParams": "paged.sampling",
+    "Grammar": "paged.grammar",
+    **dict.fromkeys(("GrammarCompiler", "GrammarMatcher"), "paged.matcher"),
     "load_model": "paged.models.registry",
     **dict.fromkeys(("ChatRenderer", "MarkedPrompt"), "paged.loaders.renderer"),
     **dict.fromkeys(
@@ -81,6 +86,7 @@ _HOME = {
             "LoopsMismatch",
             "Closed",
             "NativeMissing",
+            "ExtraMissing",
             "CheckFailed",
         ),
         "paged.errors",
@@ -95,7 +101,11 @@ __all__ = [
     "Closed",
     "DuplicateRequest",
     "Explanation",
+    "ExtraMissing",
     "GeometryMismatch",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMatcher",
     "InvalidRequest",
     "KVSpec",
     "LoadError",

@@ -17,6 +17,7 @@
     ├── Closed (RuntimeError)             the model or engine was closed
     ├── RequestFailed (RuntimeError)      a request ended with "error"; the message says why
     ├── NativeMissing (ImportError)       the compiled module is not there, or not loadable
+    ├── ExtraMissing (ImportError)        an optional package is asked for and not installed
     └── CheckFailed (AssertionError)      check() found a broken invariant: a defect of ours, please report it
 
 Plain TypeError is raised where an argument has a wrong type. Each message is one sentence that says what was
@@ -96,6 +97,10 @@ class RequestFailed(PagedError, RuntimeError):
 
 class NativeMissing(PagedError, ImportError):
     """The compiled part of paged cannot be imported."""
+
+
+class ExtraMissing(PagedError, ImportError):
+    """A package of one of the optional extras is not installed; the message names the extra."""
 
 
 class CheckFailed(PagedError, AssertionError):

@@ -6,11 +6,12 @@ import math
 import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, cast
 
 from paged.errors import InvalidRequest
+from paged.grammar import Grammar
 
 # Below this temperature two fp32 logits that differ at all leave the lower one no chance worth drawing for, so the
 # row counts as greedy: then ties have one answer too, the lowest id.
@@ -39,9 +40,16 @@ class SamplingParams:
     include_stop        show the stop string that ended the request, which is cut off otherwise
     min_tokens          no end id is drawn, and no stop string is heeded, before so many tokens are generated
     ignore_eos          the model's end ids end nothing (stop_token_ids still do)
+    n                   outputs for one prompt, which is computed once; `sample(i)` gives the parameters of output i.
+                        For `Engine.generate` alone
     logprobs            report the log probability of each token and of this many most likely ones (0: only the
                         token's own); None: off
     logit_bias          {token id: number added to its logit}
+    grammar             only tokens that keep the output to this Grammar are drawn, and an end id only where the output
+                        may end; an output that nothing can follow ends at once, with "stop". The mask comes after bias
+                        and penalties and before temperature and top_k, so that these choose among allowed tokens.
+                        min_tokens gives way where only an end may follow; a stop string ends an output that the
+                        grammar has not completed, and so does max_tokens; logprobs are the model's, without the mask
     """
 
     max_tokens: int | None = 128
@@ -58,8 +66,10 @@ class SamplingParams:
     include_stop: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
+    n: int = 1
     logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -77,8 +87,10 @@ class SamplingParams:
             "include_stop": _boolean("include_stop", self.include_stop),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
+            "n": _integer("n", self.n, 1),
             "logprobs": self.logprobs if self.logprobs is None else _integer("logprobs", self.logprobs, 0),
             "logit_bias": _biases(self.logit_bias),
+            "grammar": _grammar(self.grammar),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -92,6 +104,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether every token is the arg-max: no number is drawn."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    def sample(self, index: int) -> SamplingParams:
+        """The parameters of output `index` of n, alone: n is 1 and the seed is `sample_seed(seed, index)`.
+
+        Output 0 is so what n = 1 gives. Without a seed each output draws one of its own at submit.
+        """
+        if not 0 <= index < self.n:
+            raise IndexError(f"SamplingParams.sample takes an index from 0 to {self.n - 1}, got {index}")
+        return replace(self, n=1, seed=None if self.seed is None else sample_seed(self.seed, index))
 
     def end_ids(self, eos_token_ids: Iterable[int] = ()) -> tuple[int, ...]:
         """The ids that end this request, ascending: its own and, unless `ignore_eos`, the model's."""
@@ -115,6 +136,20 @@ class SamplingParams:
 def draw_seed() -> int:
     """A seed for a request that came without one, 0 .. 2**64 - 1, from the operating system's randomness."""
     return int.from_bytes(os.urandom(8), "little")
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of output `index` of a request with `seed`, 0 .. 2**64 - 1; `seed` itself for output 0.
+
+    The others are mixed (SplitMix64's finaliser, as in `paged.draw`), so that they are unlike those of a request whose
+    seed is near.
+    """
+    if not index:
+        return seed
+    z = (seed + index * 0xD1342543DE82EF95) % 2**64  # odd: no two of 2**64 outputs share a seed
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
 
 
 def _message(name: str, expected: str, value: object) -> str:
@@ -193,3 +228,9 @@ def _biases(value: object) -> dict[int, float] | None:
         for i, bias in cast("Mapping[object, object]", value).items()
     }
     return biases or None
+
+
+def _grammar(value: object) -> Grammar | None:
+    if value is not None and not isinstance(value, Grammar):
+        raise TypeError(_message("grammar", "None or a Grammar, such as Grammar.json_schema(...)", value))
+    return value

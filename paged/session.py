@@ -11,6 +11,7 @@ from paged.errors import GeometryMismatch, InvalidRequest, LoopsMismatch, Prompt
 from paged.kv.page_table import PageTable
 from paged.kv.pages import Int32, PagePool
 from paged.kv.state import UNKNOWN
+from paged.matcher import GrammarMatcher
 from paged.models.base import ForwardBatch, LanguageModel
 from paged.prefix.hashing import as_tokens
 from paged.sampler import sample_one
@@ -233,10 +234,14 @@ class Session:
         self.table.append(pages)
         self._remember(tokens)
 
-    def sample(self, params: SamplingParams | None = None, num_prompt: int = 0) -> int:
+    def sample(
+        self, params: SamplingParams | None = None, num_prompt: int = 0, matcher: GrammarMatcher | None = None
+    ) -> int:
         """The next token by the last logits. Depends on (seed, position) only; evaluates nothing.
 
         `num_prompt` says how many tokens of the history are prompt, for the penalties that look at output alone.
+        With `params.grammar` comes the `matcher` that has accepted the output so far (see GrammarCompiler); it is only
+        asked: `accept` the token that you go on with.
         """
         if self.logits is None:
             raise RuntimeError("there are no logits to sample from: eval() at least one token first")
@@ -245,7 +250,8 @@ class Session:
             self._seed = draw_seed()
         seed = params.seed if params.seed is not None else self._seed
         history = self.tokens
-        return sample_one(self.logits, params, seed or 0, self._n_past, history[:num_prompt], history[num_prompt:])
+        prompt, output = history[:num_prompt], history[num_prompt:]
+        return sample_one(self.logits, params, seed or 0, self._n_past, prompt, output, matcher=matcher)
 
     def fork(self) -> Session:
         """Another session with the same history over the same pages; the first write into a shared page copies it."""

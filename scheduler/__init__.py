@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paged.grammar import Grammar
     from paged.sampling import SamplingParams
     from scheduler.config import SchedulerConfig
     from scheduler.engine import Engine
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Engine": "scheduler.engine",
     "Event": "scheduler.output",
+    "Grammar": "paged.grammar",
     "Policy": "scheduler.policy",
     "PrefillStops": "scheduler.request",
     "Request": "scheduler.request",
@@ -34,6 +36,7 @@ _HOME = {
 __all__ = [
     "Engine",
     "Event",
+    "Grammar",
     "Policy",
     "PrefillStops",
     "Request",

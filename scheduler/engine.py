@@ -8,12 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paged.errors import BadLogits, Closed, check
 from paged.kv.pages import Int32
+from paged.matcher import GrammarCompiler
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
 from paged.prefix.cache import PrefixCache
@@ -122,7 +124,8 @@ class Engine:
 
         `params` is one for all or one for each, `options` (see RequestOptions) are for all. A prompt that cannot run
         raises before anything is submitted, and names its place in the batch. A request that fails alone ends with
-        finish_reason "error".
+        finish_reason "error". With n > 1 each output has n `samples`, as many requests on the same pages of the prompt
+        (see RequestOutput).
         """
         return run_batch(self, prompts, params, progress, options)
 
@@ -298,6 +301,11 @@ class Engine:
         if self._closed:
             raise Closed("this engine was closed; make a new one")
 
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for this model; made with the first one. See GrammarCompiler for the errors."""
+        return GrammarCompiler(self.model.tokenizer, self.model.vocab_size)
+
     def start(self, request: Request, owned: bool = False, keeps_events: bool = False) -> Live:
         """Queue a prepared request."""
         with self._lock:
@@ -369,7 +377,7 @@ class Engine:
                 return failed
             try:
                 for request in plan.admitted:
-                    self.sampler.assign(request.slot, request.params, request.seed, request.end_ids)
+                    self.sampler.assign(request.slot, request.params, request.seed, request.end_ids, request.matcher)
                 logits = self.model.forward(plan.batch, self._storage)
                 sampled, bad = self._draw(logits, plan)
             except BaseException as error:
@@ -395,6 +403,7 @@ class Engine:
                 cursor = self.scheduler.request_at(slot).cursor
                 if cursor is not None:
                     cursor.closed = True
+                self.sampler.assign(slot, SamplingParams(), 0)  # zeros will do then, whatever bias or grammar it has
             usable = logits.clone()
             usable[rows] = 0.0
             sampled, more = self._draw(usable, plan)

@@ -54,23 +54,29 @@ def make_request(
         raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
     model = engine.model
     params.validate_for(model.vocab_size)
+    if params.n != 1:
+        raise InvalidRequest(
+            f"SamplingParams.n must be 1 here, got {params.n}: call generate, or submit params.sample(i) for each i"
+        )
     tokens = tokens_of(model, prompt)
     view = model.view(options.get("loops"), options.get("cache_window", 0))
     if prefix is not None:
         _require_prefix(engine, prefix, tokens, view, namespace)
     limit = engine.scheduler.fit(len(tokens), params.max_tokens, view)
+    ends = params.end_ids(model.eos_token_ids)
     return Request(
         id=request_id if request_id is not None else name,
         prompt=tokens.copy(),  # the caller may reuse its buffer
         params=params,
         seed=params.seed if params.seed is not None else draw_seed(),
-        end_ids=params.end_ids(model.eos_token_ids),
+        end_ids=ends,
         limit=limit,
         namespace=namespace,
         priority=options.get("priority", 0),
         stops=options.get("stops") or PrefillStops(),
         view=view,
         prefix=prefix,
+        matcher=None if params.grammar is None else engine.grammars.matcher(params.grammar, ends),
     )
 
 

@@ -28,11 +28,14 @@ class Live:
         self.output: RequestOutput | None = None
 
     def push(self, token: int, logprob: object) -> tuple[str, bool]:
-        """Take one generated token; returns the text that it completed, and whether a stop string ended it."""
+        """Take one generated token; returns the text that it completed, and whether it ended the request: a stop
+        string is there, or the grammar is complete."""
         self.token_ids.append(token)
         if self.logprobs is not None:
             self.logprobs.append(logprob)
-        return self.text.push(token) if self.text is not None else ("", False)
+        complete = self.request.matcher is not None and self.request.matcher.accept(token)
+        text, stopped = self.text.push(token) if self.text is not None else ("", False)
+        return text, stopped or complete
 
     def close(self, reason: str) -> str:
         """The request has ended: build its output; returns the text that was still held back."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,22 +32,35 @@ def prepare_batch(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     options: RequestOptions,
-) -> list[Request]:
-    """Check every prompt before any is queued; an error names the place of the prompt that it is about."""
+) -> list[list[Request]]:
+    """The requests of each prompt, n of them. Every prompt is checked before any is queued; an error names the place
+    of the prompt that it is about."""
     batch = as_batch(prompts)
     each = params if isinstance(params, Sequence) else [cast(SamplingParams, params)] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts need one SamplingParams or {len(batch)} of them, got {len(each)}")
-    requests = []
+    groups = []
     for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
         try:
-            requests.append(engine.prepare(prompt, one, **options))
+            groups.append([engine.prepare(prompt, sample, **options) for sample in _samples(one)])
         except (ValueError, TypeError) as error:
             if len(batch) == 1:
                 raise
             error.args = (f"prompt {i} of {len(batch)}: {error}",)
             raise
-    return requests
+    return groups
+
+
+def _samples(params: Any) -> Iterator[Any]:
+    """The parameters of each output that one prompt asks for; what are no parameters is for `prepare` to refuse."""
+    if not isinstance(params, SamplingParams) or params.n == 1:
+        return iter([params])
+    return map(params.sample, range(params.n))
+
+
+def _join(outputs: list[RequestOutput]) -> RequestOutput:
+    """The outputs of one prompt as one."""
+    return outputs[0] if len(outputs) == 1 else replace(outputs[0], samples=tuple(outputs))
 
 
 def run_batch(
@@ -56,8 +70,13 @@ def run_batch(
     progress: bool,
     options: RequestOptions,
 ) -> list[RequestOutput]:
-    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it."""
-    lives = [engine.start(request, owned=True) for request in prepare_batch(engine, prompts, params, options)]
+    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it.
+
+    The n requests of a prompt are queued one behind the other: whichever starts first computes the prompt, the others
+    attach its full pages in the same step, or wait for them, and compute the rest of it, at most a page.
+    """
+    groups = prepare_batch(engine, prompts, params, options)
+    lives = [engine.start(request, owned=True) for group in groups for request in group]
     bar = None
     if progress:
         from tqdm import tqdm
@@ -74,7 +93,8 @@ def run_batch(
                     bar.set_postfix(tokens=stats.generated_tokens - generated, refresh=False)
                     bar.update(min(len(lives), stats.num_finished - finished) - bar.n)
             outputs.append(output)
-        return outputs
+        each = iter(outputs)
+        return [_join([next(each) for _ in group]) for group in groups]
     finally:
         for live in lives:
             if live.output is None:

@@ -14,6 +14,9 @@ class RequestOutput:
     stop string begins, token_ids do not: usage counts what was generated. logprobs, if asked for, has one entry for
     each of token_ids. num_cached_tokens of the prompt were attached instead of computed; num_computed_tokens counts
     rows, recomputation after preemptions included.
+
+    samples is empty, unless n > 1 asked for several outputs: then it holds all n, each as the same request alone gives
+    it with `params.sample(i)` and each with a request_id of its own; the output that holds them repeats the first.
     """
 
     request_id: str
@@ -26,6 +29,7 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Any] | None = None
     error: str = ""
+    samples: tuple[RequestOutput, ...] = ()
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from paged.matcher import GrammarMatcher
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.index import Cursor
 from paged.sampling import SamplingParams
@@ -85,6 +86,7 @@ class Request:
     stops: PrefillStops = PrefillStops()
     view: KVView = ONE_GROUP  # what it uses of the page groups, by its depth and its cache window
     prefix: PrefixHandle | None = None  # its first tokens, computed: used where the cache has less of them
+    matcher: GrammarMatcher | None = None  # where its output stands in params.grammar; preemption does not move it
     arrival: int = 0  # order of submission
     state: RequestState = RequestState.WAITING
     known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))

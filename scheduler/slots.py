@@ -80,7 +80,9 @@ class Slots:
         self.known[slot] = len(known)
         self.computed[slot] = matched
         self.limit[slot] = request.limit
-        self.min_known[slot] = request.num_prompt + request.params.min_tokens
+        # Under a grammar an end id is drawn only where one may end the output, or nothing else may follow.
+        least = request.params.min_tokens if request.matcher is None else 0
+        self.min_known[slot] = request.num_prompt + least
         ends = request.end_ids
         if len(ends) > self.end_ids.shape[1]:
             wider = np.full((len(self.end_ids), len(ends)), -1, np.int32)

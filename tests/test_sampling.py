@@ -25,13 +25,14 @@ def test_the_defaults_are_greedy_and_change_nothing() -> None:
     assert (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0)
     assert p.seed is None and p.stop == () and p.stop_token_ids == () and p.include_stop is False
     assert p.min_tokens == 0 and p.ignore_eos is False and p.logprobs is None and p.logit_bias is None
+    assert p.n == 1 and p.grammar is None
 
 
 def test_the_fields_stand_in_the_documented_order() -> None:
     assert [f.name for f in dataclasses.fields(SamplingParams)] == [
         *("max_tokens", "temperature", "top_k", "top_p", "min_p"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
-        *("stop", "stop_token_ids", "include_stop", "min_tokens", "ignore_eos", "logprobs", "logit_bias"),
+        *("stop", "stop_token_ids", "include_stop", "min_tokens", "ignore_eos", "n", "logprobs", "logit_bias", "grammar"),
     ]
 
 
@@ -197,7 +198,7 @@ def test_min_tokens_may_reach_max_tokens_and_exceed_an_open_limit() -> None:
         SamplingParams(min_tokens=129)  # max_tokens is 128 unless said
 
 
-@pytest.mark.parametrize("name", ["n", "best_of", "top_K", "max_new_tokens"])
+@pytest.mark.parametrize("name", ["best_of", "top_K", "max_new_tokens"])
 def test_an_unknown_parameter_is_an_error_not_silence(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 2})
