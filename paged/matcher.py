@@ -49,19 +49,21 @@ class _Vocabulary:
         self._ids = {text: i for i, text in enumerate(self.tokens) if text and not text.startswith(_CONTROL)}
         self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: bytes) -> list[int]:
+    def __call__(self, text: str | bytes) -> list[int]:
         """The tokens of text that the grammar forces: as the tokenizer cuts it, so that the model sees what it knows.
 
         A tokenizer may put a space before its text; behind a line break the text can be told from it. Text that the
         tokenizer still gives back otherwise (it spells a control token) is cut into the longest tokens.
         """
+        # llguidance's wrapper tries bytes when it is made; if that failed, it gives a str.
+        want = text.encode() if isinstance(text, str) else text
         for before in (b"", b"\n"):
-            ids: list[int] = self._tokenizer.encode((before + text).decode(), False).tolist()
+            ids: list[int] = self._tokenizer.encode((before + want).decode(), False).tolist()
             pieces = [self.tokens[i] for i in ids]
             for first in range(len(pieces) if before else 1):
-                if b"".join(pieces[first:]) == text:
+                if b"".join(pieces[first:]) == want:
                     return ids[first:]
-        return self._greedy(text)
+        return self._greedy(want)
 
     def _greedy(self, text: bytes) -> list[int]:
         ids: list[int] = []

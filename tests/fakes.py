@@ -231,10 +231,14 @@ class EchoLooped(EchoModel):
 
 
 class ByteTokenizer:
-    """Token i stands for `pieces[i]`; a prompt text is one token a byte where the vocabulary has that byte."""
+    """Token i stands for `pieces[i]`; a prompt text is one token a byte where the vocabulary has that byte.
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    `names` are the control tokens, whose piece is b"".
+    """
+
+    def __init__(self, pieces: list[bytes], names: dict[int, str] | None = None) -> None:
         self.pieces = pieces
+        self.names = names or {}
         self.eos_ids: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special: bool = True) -> np.ndarray:
@@ -245,6 +249,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return self.pieces[token] if token < len(self.pieces) else b""
+
+    def text_of(self, token: int) -> str:
+        return self.names.get(token) or self.token_bytes(token).decode("utf-8", "replace")
 
 
 class ScriptModel(LanguageModel):

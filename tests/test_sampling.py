@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paged import PagedError
-from paged.sampling import GREEDY_BELOW, SamplingParams, draw_seed
+from paged.grammar import Grammar
+from paged.sampling import GREEDY_BELOW, SamplingParams, draw_seed, sample_seed
 
 
 def test_the_defaults_are_greedy_and_change_nothing() -> None:
@@ -32,7 +35,8 @@ def test_the_fields_stand_in_the_documented_order() -> None:
     assert [f.name for f in dataclasses.fields(SamplingParams)] == [
         *("max_tokens", "temperature", "top_k", "top_p", "min_p"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
-        *("stop", "stop_token_ids", "include_stop", "min_tokens", "ignore_eos", "n", "logprobs", "logit_bias", "grammar"),
+        *("stop", "stop_token_ids", "include_stop", "min_tokens", "ignore_eos", "n"),
+        *("logprobs", "logit_bias", "grammar"),
     ]
 
 
@@ -76,6 +80,9 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("logit_bias", {3: -100, np.int64(4): 1.5}, {3: -100.0, 4: 1.5}),
     ("logit_bias", {}, None),
     ("logit_bias", None, None),
+    ("n", np.int64(3), 3),
+    ("grammar", None, None),
+    ("grammar", Grammar.regex("a+"), Grammar.regex("a+")),
 ]
 
 
@@ -147,6 +154,14 @@ REFUSED: list[tuple[str, Any, type[Exception]]] = [
     ("logit_bias", {1: NAN}, ValueError),
     ("logit_bias", {1: -INF}, ValueError),
     ("logit_bias", {1: "2"}, TypeError),
+    ("n", 0, ValueError),
+    ("n", -1, ValueError),
+    ("n", None, TypeError),
+    ("n", True, TypeError),
+    ("n", 2.0, TypeError),
+    ("grammar", "a+", TypeError),
+    ("grammar", {"type": "object"}, TypeError),
+    ("grammar", Grammar, TypeError),
 ]
 
 
@@ -284,6 +299,29 @@ def test_drawn_seeds_are_64_bits_and_never_alike() -> None:
     assert len(set(seeds)) == 1000 and all(0 <= s < 2**64 for s in seeds)
     assert any(s >= 2**63 for s in seeds) and any(s < 2**63 for s in seeds)
     assert SamplingParams(seed=seeds[0]).seed == seeds[0]
+
+
+def test_the_parameters_of_one_sample_differ_from_those_of_all_in_n_and_seed_alone() -> None:
+    p = SamplingParams(n=3, seed=7, temperature=0.5, stop="x", logit_bias={1: 2.0}, grammar=Grammar.json())
+    assert p.sample(0) == dataclasses.replace(p, n=1)
+    for i in (1, 2):
+        assert p.sample(i) == dataclasses.replace(p, n=1, seed=sample_seed(7, i))
+    assert dataclasses.replace(p, seed=None).sample(2).seed is None  # each draws its own
+    for outside in (-1, 3):
+        with pytest.raises(IndexError, match="from 0 to 2"):
+            p.sample(outside)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 1000), st.integers(1, 1000))
+def test_seeds_of_samples_are_64_bits_and_unlike_each_other(seed: int, i: int, j: int) -> None:
+    assert sample_seed(seed, 0) == seed
+    assert 0 <= sample_seed(seed, i) < 2**64
+    assert (sample_seed(seed, i) == sample_seed(seed, j)) == (i == j)
+
+
+def test_samples_of_near_seeds_share_no_seed() -> None:
+    seeds = {sample_seed(seed, i) for seed in range(100) for i in range(100)}
+    assert len(seeds) == 10_000
 
 
 def test_the_module_loads_neither_torch_nor_numpy() -> None:
