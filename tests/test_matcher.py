@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import threading
 
@@ -178,6 +179,11 @@ def test_control_tokens_come_only_where_a_grammar_names_them() -> None:
     assert not anything & {BOS, *range(EOT + 1, VOCAB)} and {EOS, EOT} <= anything
 
 
+def test_a_token_of_bytes_that_are_no_text_is_never_taken_for_a_control_token() -> None:
+    with pytest.raises(InvalidRequest, match="unknown special token"):
+        SMALL_COMPILER.matcher(Grammar.lark('start: "a" <x>'))
+
+
 def test_a_name_in_the_text_is_spelled_and_not_the_control_token() -> None:
     matcher = matcher_of(Grammar.lark('start: "<s>"'))
     assert feed(matcher, b"<s>") == [False, False, True]
@@ -298,6 +304,7 @@ def test_a_forked_child_fills_masks_on_threads_of_its_own() -> None:
     want = allowed_tokens(matchers)
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # a child that waits for its parent's threads would wait for ever
         os._exit(0 if (allowed_tokens(matchers) == want).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
