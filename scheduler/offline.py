@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from paged.errors import InvalidRequest
 from paged.sampling import SamplingParams
 from scheduler.output import RequestOutput
 from scheduler.request import Request, RequestOptions
@@ -39,6 +40,8 @@ def prepare_batch(
     each = params if isinstance(params, Sequence) else [cast(SamplingParams, params)] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts need one SamplingParams or {len(batch)} of them, got {len(each)}")
+    if options.get("request_id") is not None and sum(getattr(one, "n", 1) for one in each) > 1:
+        raise InvalidRequest("request_id names one request, and this call makes several; leave it out")
     groups = []
     for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
         try:

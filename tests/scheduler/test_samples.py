@@ -209,6 +209,16 @@ def test_submit_and_stream_refuse_more_than_one_and_say_what_to_do() -> None:
     assert [ended[name].token_ids for name in names] == [s.token_ids for s in output.samples]
 
 
+@pytest.mark.parametrize(("prompts", "n"), [([[1, 2]], 2), ([[1], [2]], 1)])
+def test_a_request_id_for_several_requests_is_refused_before_any_is_queued(prompts: list, n: int) -> None:
+    engine = engine_of()
+    with pytest.raises(InvalidRequest, match="request_id names one request"):
+        engine.generate(prompts, seeded(n), request_id="mine")
+    assert not engine.has_work
+    [output] = engine.generate(prompts[:1], seeded(1), request_id="mine")
+    assert output.request_id == "mine"
+
+
 def test_a_bad_prompt_names_its_place_among_the_prompts() -> None:
     engine = engine_of()
     with pytest.raises(InvalidRequest, match=r"prompt 1 of 2: .*got 97"):
