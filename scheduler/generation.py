@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,11 +56,12 @@ def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) 
             beams = search.run(call.params.max_tokens or 1)
             return [_cut(list(beam.token_ids), call) for beam in beams[: call.params.n]]
     if call.draft_loops or call.token_stops:
-        return [list(stream(engine, tokens, prefix, call)) for _ in range(call.params.n)]
+        each = (replace(call, params=call.params.sample(i)) for i in range(call.params.n))
+        return [list(stream(engine, tokens, prefix, one)) for one in each]
     output = engine.generate([tokens], call.params, **_options(prefix, call))[0]
     if output.finish_reason == "error":
         raise RequestFailed(output.error)
-    return [sample.token_ids for sample in output.samples]
+    return [sample.token_ids for sample in output.samples or (output,)]
 
 
 def stream(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
