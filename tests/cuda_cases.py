@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from poison import poison
 
 from paged.kv.storage import PageStorage
 from paged.ops.plan import AttendPlan, make_plan
 from paged.spec import KVSpec
 
-TOLERANCE = {"fp16": 1e-3, "bf16": 1e-2}
+TOLERANCE = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-3, "int4": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Case:
 
 @dataclass
 class Step:
-    """A case with its memory. `k` and `v` are the dense rows, one `[kv_len, kv_heads, head_dim]` a sequence."""
+    """A case with its memory. `k` and `v` are the dense rows as the pages hold them, decoded where they are records;
+    one `[kv_len, kv_heads, head_dim]` a sequence."""
 
     case: Case
     storage: PageStorage
@@ -77,14 +79,15 @@ def make(case: Case) -> Step:
     shared_pages = c.shared // c.page_size
     num_pages = int(columns.sum()) + 2
     storage = PageStorage(KVSpec(c.layers, c.kv_heads, c.head_dim), num_pages, c.page_size, c.kv_dtype)
-    storage.pages.fill_(float("nan"))
+    poison(storage)
     table = np.full((len(kv_lens), int(columns.max(initial=1))), -1, np.int32)
-    ids = iter(np.random.default_rng(case.seed).permutation(num_pages))
+    free = iter(np.random.default_rng(case.seed).permutation(num_pages))
     for s, count in enumerate(columns):
-        table[s, :count] = [next(ids) for _ in range(count)]
+        table[s, :count] = [next(free) for _ in range(count)]
         if s:
             table[s, :shared_pages] = table[0, :shared_pages]
-    dtype = storage.codec.dtype
+    plain = storage.codec.dtype.is_floating_point
+    dtype = storage.codec.dtype if plain else torch.float32
     dense: list[list[torch.Tensor]] = [[], []]
     for rows in dense:
         for s, length in enumerate(kv_lens):
@@ -92,10 +95,13 @@ def make(case: Case) -> Step:
             if s and c.shared:
                 x[: shared_pages * c.page_size] = rows[0][: shared_pages * c.page_size]
             rows.append(x)
-    for plane, rows in zip(storage.layer(c.layers - 1), dense, strict=True):
-        for s, length in enumerate(kv_lens):
-            at = np.arange(length)
-            plane[torch.from_numpy(table[s, at // c.page_size]).long(), :, torch.from_numpy(at % c.page_size)] = rows[s]
+    for s, length in enumerate(kv_lens):
+        at = np.arange(length)
+        ids, offsets = torch.from_numpy(table[s, at // c.page_size]).long(), torch.from_numpy(at % c.page_size)
+        storage.write(c.layers - 1, ids, offsets, dense[0][s], dense[1][s])
+        if not plain:
+            for rows, plane in zip(dense, storage.layer(c.layers - 1), strict=True):
+                rows[s] = plane[ids, :, offsets]
     q_indptr = np.concatenate([[0], np.cumsum(c.q_lens)]).astype(np.int32)
     plan = make_plan(c.page_size, q_indptr, kv_lens, table)
     if c.window:  # what lies in front of every row's window is gone

@@ -8,6 +8,8 @@ namespace isa_avx2 {
 
 #include "vec.inc"
 
+#include "records.inc"
+
 #include "append.inc"
 #include "attend_math.inc"
 #include "attend_block.inc"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from paged.errors import UnsupportedShape, check
@@ -10,12 +12,13 @@ from paged.spec import KVSpec
 
 
 class PageStorage:
-    """K and V of every page, `[num_pages, layers, 2, kv_heads, page_size, head_dim]`, contiguous.
+    """K and V of every page, contiguous: `[num_pages, layers, 2, kv_heads, page_size, head_dim]` of plain values, or
+    `[num_pages, layers, kv_heads, page_size, record_bytes]` bytes of int8 and int4 records (see `paged/kv/codecs`).
 
     Copying, saving or moving a page is one copy of `page_bytes` bytes. The memory is uninitialised: a position is
     read only after it was written. On the CPU the pages that were never written cost address space, not memory.
 
-    Invariants (`check()`): the tensor is contiguous, its shape is that of `spec`, and `page_bytes * num_pages` is
+    Invariants (`check()`): the tensor is contiguous, its shape is what the codec makes of `spec`, and `page_bytes * num_pages` is
     its size in bytes.
     """
 
@@ -38,8 +41,7 @@ class PageStorage:
         self.pages = self._allocate(num_pages)
 
     def _allocate(self, num_pages: int) -> torch.Tensor:
-        s = self.spec
-        shape = (num_pages, s.layers, 2, s.num_kv_heads, self.page_size, s.head_dim)
+        shape = (num_pages, *self.codec.page_shape(self.spec, self.page_size))
         return torch.empty(shape, dtype=self.codec.dtype, device=self.device)
 
     @property
@@ -48,12 +50,25 @@ class PageStorage:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: K and V of `page_size` positions of all layers of a group."""
-        return self.spec.page_values(self.page_size) * self.codec.dtype.itemsize
+        """Bytes of one page: K and V of `page_size` positions of all layers of a group, scales included."""
+        return math.prod(self.codec.page_shape(self.spec, self.page_size)) * self.codec.dtype.itemsize
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer of a group, each `[num_pages, kv_heads, page_size, head_dim]`; views, no copy."""
-        return self.pages[:, layer, 0], self.pages[:, layer, 1]
+        """K and V of one layer of a group, each `[num_pages, kv_heads, page_size, head_dim]`.
+
+        Views of plain values; of records, decoded fp32 copies of all pages, which writing to does not change them.
+        """
+        return self.codec.read(self.pages[:, layer], self.spec.head_dim)
+
+    def gather(self, layer: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer of the pages `ids [n]`, each `[n, kv_heads, page_size, head_dim]`; copies, decoded."""
+        return self.codec.read(self.pages[:, layer][ids], self.spec.head_dim)
+
+    def write(
+        self, layer: int, ids: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Store rows `[n, kv_heads, head_dim]` of one layer at `offsets [n]` of the pages `ids [n]`."""
+        self.codec.write(self.pages[:, layer], ids, offsets, k, v)
 
     def grow(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; the ids and bytes of the present ones stay. Cost: one copy of them."""
@@ -65,9 +80,8 @@ class PageStorage:
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""
-        s = self.spec
         check(self.pages.is_contiguous(), "the pages are not contiguous")
-        want = (self.num_pages, s.layers, 2, s.num_kv_heads, self.page_size, s.head_dim)
+        want = (self.num_pages, *self.codec.page_shape(self.spec, self.page_size))
         check(tuple(self.pages.shape) == want, f"page storage has shape {tuple(self.pages.shape)}, expected {want}")
         size = self.pages.numel() * self.pages.element_size()
         check(size == self.page_bytes * self.num_pages, f"page storage has {size} bytes")

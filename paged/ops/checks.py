@@ -46,8 +46,9 @@ def check_append(storage: PageStorage, layer: int, k: torch.Tensor, v: torch.Ten
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != want:
             raise UnsupportedShape(f"{name} must be [rows, kv_heads, head_dim] = {list(want)}, got {list(x.shape)}")
-        if x.dtype != torch.float32 and x.dtype != storage.codec.dtype:
-            raise TypeError(f"{name} must be fp32 or the stored {storage.codec.dtype}, got {x.dtype}")
+        if x.dtype not in storage.codec.row_dtypes:
+            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in storage.codec.row_dtypes[1:])
+            raise TypeError(f"{name} must be fp32 or the stored {accepted}, got {x.dtype}")
     check_page_size(storage, plan)
     check_layer(storage, layer)
 

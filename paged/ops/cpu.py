@@ -31,6 +31,7 @@ except ImportError as error:
     ) from error
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+PAGES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int4": 4}  # by codec; enum Dtype in csrc/include/paged/cpu.h
 MAX_HEAD_DIM = 256
 
 
@@ -49,7 +50,7 @@ class _Bound:
 class CpuBackend:
     """`Backend` over the native kernels of one instruction set ("" is the widest that this processor has).
 
-    Limits: pages and queries in fp32, fp16 or bf16; a head size that is a multiple of 8 and at most 256; query heads a
+    Limits: pages of any codec; queries in fp32, fp16 or bf16; a head size that is a multiple of 8 and at most 256; query heads a
     multiple of kv heads; any page size.
     """
 
@@ -154,9 +155,9 @@ class CpuBackend:
     def _bind(self, storage: PageStorage) -> _Bound:
         """Check the storage once; again when its memory has moved."""
         spec = storage.spec
-        dtype = DTYPES.get(storage.codec.dtype)
+        dtype = PAGES.get(storage.codec.name)
         if dtype is None:
-            raise UnsupportedShape(f"the cpu backend stores fp32, fp16 or bf16, got {storage.codec.name}")
+            raise UnsupportedShape(f"the cpu backend stores {', '.join(PAGES)}, got {storage.codec.name}")
         if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:
             raise UnsupportedShape(
                 f"the head size must be a multiple of 8 and at most {MAX_HEAD_DIM}, got {spec.head_dim}; "

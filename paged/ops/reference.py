@@ -26,8 +26,7 @@ class ReferenceBackend:
         slots = torch.from_numpy(plan.slots)[kept].to(storage.device)
         pages, offsets = slots // plan.page_size, slots % plan.page_size
         kept = kept.to(storage.device)
-        for plane, rows in zip(storage.layer(layer), (k, v), strict=True):
-            plane[pages, :, offsets] = storage.codec.encode(rows[kept])
+        storage.write(layer, pages, offsets, k[kept], v[kept])
 
     def attend(
         self,
@@ -76,8 +75,8 @@ class ReferenceBackend:
             raise ValueError(f"sequence {s} has a page id of {int(ids.min())} where its rows read; expected 0 or more")
         low = start - first_page * size
         planes = []
-        for plane in storage.layer(layer):
-            rows = plane[ids].transpose(0, 1).flatten(1, 2)
+        for plane in storage.gather(layer, ids):
+            rows = plane.transpose(0, 1).flatten(1, 2)
             planes.append(rows[:, low : low + end - start].to(torch.float64))
         return planes[0], planes[1]
 

@@ -41,6 +41,38 @@ def test_a_layer_is_a_view_of_the_pages() -> None:
     assert not storage.pages[2, 0].any()
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_a_page_of_records_is_one_contiguous_blob_too(kv_dtype: str) -> None:
+    spec = KVSpec(layers=3, num_kv_heads=2, head_dim=40)
+    storage = PageStorage(spec, 7, 4, kv_dtype)
+    record = {"int8": 84, "int4": 52}[kv_dtype]
+    assert storage.pages.shape == (7, 3, 2, 4, record) and storage.pages.dtype == torch.uint8
+    assert storage.page_bytes == 3 * 2 * 4 * record
+    storage.check()
+    before = storage.pages.clone()
+    storage.grow(9)
+    assert torch.equal(storage.pages[:7], before)
+    storage.check()
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8", "int4"])
+def test_rows_that_are_written_are_read_where_they_were_put(kv_dtype: str) -> None:
+    spec = KVSpec(layers=3, num_kv_heads=2, head_dim=40)
+    storage = PageStorage(spec, 7, 4, kv_dtype)
+    storage.pages.zero_()
+    k, v = torch.randn(2, 3, 2, 40)
+    ids, offsets = torch.tensor([6, 0, 6]), torch.tensor([3, 1, 0])
+    storage.write(1, ids, offsets, k, v)
+    for plane, rows in zip(storage.layer(1), (k, v), strict=True):
+        assert plane.shape == (7, 2, 4, 40)
+        stored = plane[ids, :, offsets].float()
+        assert float((stored - rows).norm() / rows.norm()) < 0.15
+        assert int(plane.any(-1).sum()) == 3 * 2
+    assert not storage.layer(0)[0].any() and not storage.layer(2)[1].any()
+    for got, want in zip(storage.gather(1, torch.tensor([6, 6, 2])), storage.layer(1), strict=True):
+        assert torch.equal(got, want[[6, 6, 2]])
+
+
 def test_ten_positions_take_less_than_half_of_a_flat_slab() -> None:
     storage = PageStorage(SPEC, num_pages=64, page_size=16)
     slab = SPEC.page_values(1024) * 4
@@ -73,7 +105,7 @@ def test_sizes_without_a_page_are_refused(arguments: dict[str, int], message: st
 
 
 def test_an_unknown_codec_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match="bf16, fp16, fp32, got 'int3'"):
+    with pytest.raises(ValueError, match="bf16, fp16, fp32, int4, int8, got 'int3'"):
         PageStorage(SPEC, 4, 4, "int3")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from op_backends import BACKENDS, every_backend, fresh_seed
+from poison import poison
 
 from paged.errors import UnsupportedShape
 from paged.kv.storage import PageStorage
@@ -40,6 +41,57 @@ def test_position_p_lies_in_its_page_at_its_offset(name: str, kv_dtype: str, pag
         assert torch.equal(storage.pages[page, 2, 0, :, offset], k[row].to(storage.codec.dtype))
         assert torch.equal(storage.pages[page, 2, 1, :, offset], v[row].to(storage.codec.dtype))
     assert int(storage.pages.any(dim=-1).sum()) == 20 * 2 * 2
+
+
+@every_backend
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_records_are_those_of_the_codec_and_lie_in_their_slots(
+    name: str, kv_dtype: str, head_dim: int, page_size: int
+):
+    torch.manual_seed(fresh_seed() % 2**31)
+    storage = PageStorage(KVSpec(3, 2, head_dim), 80, page_size, kv_dtype)
+    poison(storage)
+    want = storage.pages.clone()
+    table = np.random.default_rng(0).permutation(80)[None, : -(-50 // page_size)].astype(np.int32)
+    k, v = torch.randn(20, 2, head_dim), torch.randn(20, 2, head_dim) * 100
+    plan = make_plan(page_size, np.array([0, 20], np.int32), np.array([50], np.int32), table)
+    plan.slots[4] = -1
+    BACKENDS[name]().append(storage, 2, k, v, plan)
+    records = storage.codec.encode(k, v)
+    for row, position in enumerate(range(30, 50)):
+        if row != 4:
+            want[table[0, position // page_size], 2, :, position % page_size] = records[row]
+    assert torch.equal(storage.pages, want)
+
+
+@every_backend
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_records_of_every_kind_of_value_are_those_of_the_codec(name: str, kv_dtype: str):
+    # Random bits hold every exponent, infinities and not-a-numbers; the rest are magnitudes that a model has, ties that
+    # round to even, and scales that fp16 holds with few bits or none.
+    torch.manual_seed(fresh_seed() % 2**31)
+    bits = torch.randint(-(2**31), 2**31 - 1, (60, 64), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    one_bad = torch.randn(60, 64).masked_fill(torch.rand(60, 64) < 0.01, float("inf"))
+    ties = torch.randint(-256, 256, (60, 64)) / 2
+    sizes = torch.randn(300, 64) * 10.0 ** torch.linspace(-9, 6, 300)[:, None]
+    values = torch.cat([bits, one_bad, ties, sizes, torch.zeros(2, 64), -torch.zeros(2, 64)]).unsqueeze(1)
+    storage = PageStorage(KVSpec(1, 1, 64), len(values), 1, kv_dtype)
+    plan = plan_with_slots(list(range(len(values))), page_size=1)
+    BACKENDS[name]().append(storage, 0, values, values.flip(0), plan)
+    assert torch.equal(storage.pages[:, 0, :, 0], storage.codec.encode(values, values.flip(0)))
+
+
+@every_backend
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits_become_the_records_of_their_values(name: str, kv_dtype: str, dtype: torch.dtype):
+    storage = PageStorage(KVSpec(1, 2, 64), 3, 2, kv_dtype)
+    k, v = (torch.randn(4, 2, 64).to(dtype) for _ in range(2))
+    BACKENDS[name]().append(storage, 0, k, v, plan_with_slots([0, 3, 4, 1], page_size=2))
+    want = storage.codec.encode(k.float(), v.float())
+    assert torch.equal(storage.pages[1, 0, :, 1], want[1]) and torch.equal(storage.pages[2, 0, :, 0], want[2])
 
 
 @every_backend
@@ -131,9 +183,10 @@ def test_k_and_v_may_be_views_of_a_fused_projection(name: str):
 
 @every_backend
 @pytest.mark.parametrize("pages", [1, 3, 40])
-def test_copied_pages_are_equal_and_the_rest_is_untouched(name: str, pages: int):
-    storage = PageStorage(KVSpec(2, 2, 64), 100, 16, "bf16")
-    storage.pages.copy_(torch.randn(storage.pages.shape))
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "int4"])
+def test_copied_pages_are_equal_and_the_rest_is_untouched(name: str, kv_dtype: str, pages: int):
+    storage = PageStorage(KVSpec(2, 2, 64), 100, 16, kv_dtype)
+    storage.pages.copy_(torch.randint(0, 100, storage.pages.shape))
     before = storage.pages.clone()
     order = np.random.default_rng(0).permutation(100).astype(np.int32)
     src, dst = order[:pages].copy(), order[50 : 50 + pages].copy()

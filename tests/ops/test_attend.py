@@ -41,7 +41,7 @@ def compare(name: str, case: Case, limit: float = 1e-6) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("head_dim, heads, kv_heads", SHAPES)
 def test_a_ragged_step_equals_the_dense_answer(name: str, kv_dtype: str, head_dim: int, heads: int, kv_heads: int):
     case = Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, fp32=True)
@@ -51,14 +51,17 @@ def test_a_ragged_step_equals_the_dense_answer(name: str, kv_dtype: str, head_di
 @every_backend
 @pytest.mark.parametrize("page_size", [1, 7, 8, 16, 48, 256])
 @pytest.mark.parametrize("window, softcap", [(0, 0.0), (33, 0.0), (0, 5.0), (100, 30.0), (1, 0.0)])
-def test_every_page_size_with_windows_and_soft_caps(name: str, page_size: int, window: int, softcap: float):
-    case = Case(**RAGGED, heads=6, kv_heads=2, head_dim=64, page_size=page_size, kv_dtype="fp32", fp32=True)
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "int4"])
+def test_every_page_size_with_windows_and_soft_caps(
+    name: str, kv_dtype: str, page_size: int, window: int, softcap: float
+):
+    case = Case(**RAGGED, heads=6, kv_heads=2, head_dim=64, page_size=page_size, kv_dtype=kv_dtype, fp32=True)
     compare(name, replace(case, window=window, softcap=softcap, seed=fresh_seed()))
 
 
 @every_backend
 @pytest.mark.parametrize("heads", range(1, 10))
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8", "int4"])
 def test_every_number_of_query_heads_a_kv_head(name: str, heads: int, kv_dtype: str):
     case = Case((70, 130), (1, 5), heads=heads, kv_heads=1, head_dim=64, kv_dtype=kv_dtype, fp32=True)
     compare(name, replace(case, seed=fresh_seed()))
@@ -71,7 +74,9 @@ def test_queries_of_16_bits_give_results_of_16_bits(name: str, kv_dtype: str, li
 
 
 @every_backend
-@pytest.mark.parametrize("kv_dtype, limit", [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 1e-2)])
+@pytest.mark.parametrize(
+    "kv_dtype, limit", [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 1e-2), ("int8", 2e-2), ("int4", 0.2)]
+)
 def test_stored_values_are_as_close_as_their_type_allows(name: str, kv_dtype: str, limit: float):
     # Here the answer comes from the values before they were rounded to the pages' type.
     seed = fresh_seed()
@@ -82,6 +87,17 @@ def test_stored_values_are_as_close_as_their_type_allows(name: str, kv_dtype: st
     backend.append(storage, 1, torch.cat(exact.k), torch.cat(exact.v), plan)
     out = backend.attend(exact.q, storage, 1, exact.plan, scale=0.125)
     assert relative_error(out, answer(exact)[0]) < limit
+
+
+@every_backend
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("query", [torch.float16, torch.bfloat16])
+def test_records_are_read_by_queries_of_16_bits(name: str, kv_dtype: str, query: torch.dtype):
+    step = make(Case(**RAGGED, kv_dtype=kv_dtype, seed=fresh_seed()))
+    step.q = step.q.to(query)
+    out = BACKENDS[name]().attend(step.q, step.storage, step.layer, step.plan, **step.options())
+    assert out.dtype == query
+    assert relative_error(out, answer(step)[0]) < (1e-3 if query == torch.float16 else 1e-2)
 
 
 @every_backend

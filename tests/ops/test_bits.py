@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_backends import every_isa, fresh_seed, native
+from poison import poison, refill
 
 from paged.kv.storage import PageStorage
 from paged.ops.plan import AttendPlan, make_plan
@@ -19,6 +20,7 @@ _native = pytest.importorskip("paged._native", reason="needs the compiled module
 
 LENGTH = 1100  # three splits of 512 positions
 SHAPES = [(64, 9, 3, "fp32"), (128, 8, 2, "bf16"), (80, 4, 4, "fp16"), (40, 16, 2, "fp32"), (64, 5, 1, "bf16")]
+SHAPES += [(64, 9, 3, "int8"), (64, 9, 3, "int4"), (128, 8, 2, "int4"), (80, 4, 4, "int8"), (24, 5, 1, "int4")]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 every_window = pytest.mark.parametrize("window", [0, 300])
 
@@ -42,7 +44,7 @@ class Sequence:
         torch.manual_seed(int(rng.integers(2**31)))
         pages = -(-LENGTH // page_size)
         self.storage = PageStorage(KVSpec(1, self.kv_heads, self.head_dim), pages + 5, page_size, kv_dtype)
-        self.storage.pages.fill_(float("nan"))
+        poison(self.storage)
         self.table = rng.permutation(pages + 5)[:pages].astype(np.int32)
         self.q = torch.randn(LENGTH, self.heads, self.head_dim)
         self.kv = torch.randn(2, LENGTH, self.kv_heads, self.head_dim)
@@ -131,7 +133,7 @@ def test_reading_shared_pages_once_changes_nothing(isa: str, shape: tuple, threa
     shared = prefix // 16
     tails = rng.choice(np.setdiff1d(s.table, s.table[:shared]), size=(count, 3))
     table = np.concatenate([np.tile(s.table[:shared], (count, 1)), tails], axis=1).astype(np.int32)
-    s.storage.pages[s.storage.pages.isnan()] = 0.5
+    refill(s.storage, 0.5)
     q_lens = rng.integers(1, 4, count)
     kv_lens = (shared * 16 + rng.integers(3, 40, count)).astype(np.int32)
     q = torch.randn(int(q_lens.sum()), s.heads, s.head_dim)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_cases import Case, answer, make
 from op_backends import BACKENDS, every_backend, fresh_seed, tolerance
+from poison import refill
 
 from paged.kv.storage import PageStorage
 from paged.ops.plan import make_plan
@@ -19,6 +20,10 @@ STEPS = [
     Case((1, 15, 16, 17, 33), (1, 15, 16, 17, 33), kv_dtype="fp32", fp32=True),
     Case((200, 70), (50, 70), kv_dtype="bf16", fp32=True, window=40),
     Case((200, 170, 165), (1, 2, 1), kv_dtype="fp16", fp32=True, shared=160),
+    Case((1, 15, 16, 17, 33), (1, 15, 1, 17, 33), kv_dtype="int8", fp32=True),
+    Case((200, 170, 165), (1, 2, 1), kv_dtype="int8", fp32=True, shared=160),
+    Case((200, 70), (50, 70), kv_dtype="int4", fp32=True, window=40),
+    Case((200, 70), (1, 1), kv_dtype="int4", fp32=True),
 ]
 
 
@@ -26,27 +31,31 @@ STEPS = [
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("case", STEPS, ids=str)
 def test_unwritten_memory_does_not_reach_a_result(name: str, case: Case, poison: float):
-    step = make(replace(case, seed=fresh_seed()))
-    step.storage.pages[step.storage.pages.isnan()] = poison
+    seed = fresh_seed()
+    step, clean = make(replace(case, seed=seed)), make(replace(case, seed=seed))
+    refill(step.storage, poison)
+    refill(clean.storage, 0.0)
     backend = BACKENDS[name]()
     out = backend.attend(step.q, step.storage, step.layer, step.plan, **step.options())
     assert out.isfinite().all()
-    zeros = PageStorage(step.storage.spec, step.storage.num_pages, case.page_size, case.kv_dtype)
-    zeros.pages.copy_(torch.where(step.storage.pages.isfinite(), step.storage.pages, 0))
-    assert torch.equal(out, backend.attend(step.q, zeros, step.layer, step.plan, **step.options()))
+    assert torch.equal(out, backend.attend(step.q, clean.storage, step.layer, clean.plan, **step.options()))
     assert float((out - answer(step)[0]).abs().max()) < tolerance(name, case.kv_dtype, 1e-5)
 
 
 @every_backend
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("position", [0, 1, 9, 16, 39])
-def test_a_later_row_of_the_chunk_does_not_poison_an_earlier_one(name: str, poison: float, position: int):
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "int4"])
+def test_a_later_row_of_the_chunk_does_not_poison_an_earlier_one(
+    name: str, kv_dtype: str, poison: float, position: int
+):
     # Zero times infinity is NaN: a masked value must not be multiplied at all.
-    step = make(Case((40,), (40,), heads=3, kv_heads=1, kv_dtype="fp32", fp32=True, seed=fresh_seed()))
+    step = make(Case((40,), (40,), heads=3, kv_heads=1, kv_dtype=kv_dtype, fp32=True, seed=fresh_seed()))
     backend = BACKENDS[name]()
     clean = backend.attend(step.q, step.storage, 1, step.plan, scale=0.125)
-    page = step.plan.page_table[0, position // 16]
-    step.storage.pages[page, 1, :, :, position % 16] = poison
+    page = torch.from_numpy(step.plan.page_table[0, position // 16 : position // 16 + 1]).long()
+    row = torch.full((1, 1, 64), poison)
+    step.storage.write(1, page, torch.tensor([position % 16]), row, row)
     out = backend.attend(step.q, step.storage, 1, step.plan, scale=0.125)
     assert torch.equal(out[:position], clean[:position])
     assert not out[position:].isfinite().all(dim=2).any()
