@@ -87,7 +87,7 @@ class Admission:
         rows = cursor.rows
         pages = cache.take(cursor)
         if offered is not None:
-            pool.share(offered.ravel())
+            pool.share(offered[offered >= 0])
             pages = np.concatenate([pages, offered], axis=1)
         columns = pages.shape[1]
         fresh = (-(-len(request.known) // size) - columns) * groups

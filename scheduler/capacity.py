@@ -30,7 +30,7 @@ def default_state_bytes(model: LanguageModel) -> int:
 def default_num_pages(model: LanguageModel, page_size: int, kv_dtype: str, max_num_seqs: int) -> int:
     """As many pages as the memory share holds, but no more than `max_num_seqs` sequences of full length can use."""
     codec = model.default_kv_dtype() if kv_dtype == "auto" else kv_dtype
-    page_bytes = PageStorage(model.spec, 1, page_size, codec, "cpu").page_bytes
+    page_bytes = PageStorage(model.spec, 1, page_size, codec, "cpu", model.input_size).page_bytes
     groups = model.spec.view().num_groups  # of a looped model: those of its default depth
     useful = max_num_seqs * groups * -(-model.max_seq_len // page_size)
     return max(groups, min(memory_bytes(model) // page_bytes, useful))

@@ -95,7 +95,7 @@ class Engine:
         self.pool = self.model.create_kv_pool(num_pages, page_size, kv_dtype)
         assert self.pool.storage is not None
         self._storage = self.pool.storage
-        self.kv_dtype = self._storage.codec.name
+        self.kv_dtype = self._storage.kv_dtype
         self.cache = PrefixCache(self.pool, 0, max_states, max_state_bytes, partial=True) if prefix_cache else None
         self.scheduler = Scheduler(
             self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups, states

@@ -46,7 +46,7 @@ def engine_info(engine: Engine) -> dict[str, Any]:
         "page_groups": model.spec.num_groups,
         "kv_heads": model.spec.num_kv_heads,
         "head_dim": model.spec.head_dim,
-        "kv_dtype": storage.codec.name,
+        "kv_dtype": storage.kv_dtype,
         "page_size": pool.page_size,
         "page_bytes": storage.page_bytes,
         "bytes_per_token": storage.page_bytes * model.spec.num_groups // pool.page_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from paged.errors import Closed, ContextTooLong, LoopsMismatch, OutOfPages
 from paged.kv.pages import Int32
 from paged.models.base import LanguageModel
+from paged.models.registry import load_model
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.pool import PrefixPool
 from paged.prefix.resume import ResumeHandle
@@ -27,6 +29,22 @@ class ModelStats:
     pool_hits: int = 0
     pool_misses: int = 0
     pool_fallbacks: int = 0  # hits whose prefix could not be used: the call computed its whole prompt
+
+
+def kv_dtype_from_env(default: str) -> str:
+    """The kv_dtype that TinyLoop's environment variables name.
+
+    TINYLOOP_KV_INT8=1 is "int8", TINYLOOP_KV_INT4=1 "int4", neither is `default`; TINYLOOP_KV_H_MODE=1 adds "-h": pages
+    keep the input of each block instead of K and V. "", "0" and "false" count as not set. ValueError for both widths.
+    """
+    int8, int4, store_h = (
+        os.environ.get(f"TINYLOOP_KV_{name}", "").lower() not in ("", "0", "false")
+        for name in ("INT8", "INT4", "H_MODE")
+    )
+    if int8 and int4:
+        raise ValueError("TINYLOOP_KV_INT8 and TINYLOOP_KV_INT4 are both set: unset one of them")
+    name = "int8" if int8 else "int4" if int4 else default
+    return name + "-h" if store_h else name
 
 
 class Model:
@@ -55,9 +73,11 @@ class Model:
     def __init__(self, source: str | LanguageModel = "smollm2", max_seq_len: int = 2048, **options: Any) -> None:
         """`source` is what `load_model` takes; `options` are further arguments of Engine.
 
-        `kv_dtype`, where it is not given, is read from TinyLoop's environment variables: see `kv_dtype_from_env`.
+        Where `kv_dtype` is not given, TinyLoop's environment variables choose it: see `kv_dtype_from_env`.
         """
-        self.engine = Engine(source, max_seq_len=max_seq_len, **options)
+        model = load_model(source, max_seq_len=max_seq_len, device=options.pop("device", "auto"))
+        options.setdefault("kv_dtype", kv_dtype_from_env(model.default_kv_dtype()))
+        self.engine = Engine(model, **options)
         self.stats = ModelStats()
         self._closed = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,9 @@ class PageStorage:
     Copying, saving or moving a page is one copy of `page_bytes` bytes. The memory is uninitialised: a position is
     read only after it was written. On the CPU the pages that were never written cost address space, not memory.
 
+    Where it `keeps_input`, `spec` is the geometry of the rows as they are stored, the first half of an input in place
+    of K and the second in place of V, and `model_spec` is that of the model.
+
     Invariants (`check()`): the tensor is contiguous, its shape is what the codec makes of `spec`, and `page_bytes * num_pages` is
     its size in bytes.
     """
@@ -29,14 +33,21 @@ class PageStorage:
         page_size: int = 16,
         kv_dtype: str = "fp32",
         device: str | torch.device = "cpu",
+        input_size: int = 0,
     ) -> None:
+        """`kv_dtype` is the name of a codec; with "-h" behind it (store-h) pages hold `input_size` values of the input
+        of each attention block instead of K and V. UnsupportedShape where that saves nothing."""
         if page_size < 1:
             raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
         if num_pages < 1:
             raise UnsupportedShape(f"num_pages must be at least 1, got {num_pages}")
-        self.spec = spec
+        name = kv_dtype.removesuffix("-h")
+        self.kv_dtype = kv_dtype
+        self.codec = get_codec(name)
+        self.keeps_input = name != kv_dtype
+        self.model_spec = spec
+        self.spec = _input_spec(spec, kv_dtype, input_size) if self.keeps_input else spec
         self.page_size = page_size
-        self.codec = get_codec(kv_dtype)
         self.device = torch.device(device)
         self.pages = self._allocate(num_pages)
 
@@ -64,9 +75,7 @@ class PageStorage:
         """K and V of one layer of the pages `ids [n]`, each `[n, kv_heads, page_size, head_dim]`; copies, decoded."""
         return self.codec.read(self.pages[:, layer][ids], self.spec.head_dim)
 
-    def write(
-        self, layer: int, ids: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, ids: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store rows `[n, kv_heads, head_dim]` of one layer at `offsets [n]` of the pages `ids [n]`."""
         self.codec.write(self.pages[:, layer], ids, offsets, k, v)
 
@@ -85,3 +94,19 @@ class PageStorage:
         check(tuple(self.pages.shape) == want, f"page storage has shape {tuple(self.pages.shape)}, expected {want}")
         size = self.pages.numel() * self.pages.element_size()
         check(size == self.page_bytes * self.num_pages, f"page storage has {size} bytes")
+
+
+def _input_spec(spec: KVSpec, kv_dtype: str, input_size: int) -> KVSpec:
+    """The geometry of rows of `input_size` values, each half cut into heads of up to 64 channels."""
+    name, values = kv_dtype.removesuffix("-h"), 2 * spec.num_kv_heads * spec.head_dim
+    if not input_size:
+        raise UnsupportedShape(f"this model cannot keep the inputs of its blocks ({kv_dtype}); use {name}")
+    if input_size >= values:
+        raise UnsupportedShape(
+            f"{kv_dtype} would keep {input_size} values a token and layer, and K and V are {values}: it would cost more "
+            f"memory and time, use {name}"
+        )
+    head = next((dim for dim in (64, 32, 16, 8) if not input_size % (2 * dim)), None)
+    if head is None:
+        raise UnsupportedShape(f"{kv_dtype} needs inputs of a multiple of 16 values, got {input_size}; use {name}")
+    return replace(spec, num_kv_heads=input_size // (2 * head), head_dim=head)

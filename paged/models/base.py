@@ -63,6 +63,8 @@ class LanguageModel:
     state_spec     geometry of the recurrent state of one sequence, or None; then pages alone continue nothing
     default_loops  iterations of a looped model where a batch gives none; 0 = not looped
     max_loops      iterations that a batch may ask for; 0 = not looped
+    input_size     values of the input of an attention block, where pages may keep it instead of K and V (a kv_dtype
+                   with "-h"); 0 = they may not
     windows_cache  whether `forward` heeds `batch.cache_windows`; else such sequences are refused
     """
 
@@ -79,6 +81,7 @@ class LanguageModel:
     default_loops: int = 0
     max_loops: int = 0
     windows_cache: bool = False
+    input_size: int = 0
 
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`.
@@ -119,13 +122,15 @@ class LanguageModel:
             raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
         codec = self.default_kv_dtype() if kv_dtype == "auto" else kv_dtype
         if num_pages is None and num_bytes is not None:
-            one = PageStorage(self.spec, 1, page_size, codec, self.device).page_bytes
+            one = PageStorage(self.spec, 1, page_size, codec, self.device, self.input_size).page_bytes
             num_pages = num_bytes // one
             if num_pages < 1:
                 raise ValueError(f"num_bytes must hold at least one page of {one} bytes, got {num_bytes}")
         if num_pages is None:
             num_pages = 4 * self.spec.num_groups * -(-self.max_seq_len // page_size)
-        pool = PagePool(num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device))
+        pool = PagePool(
+            num_pages, page_size, PageStorage(self.spec, num_pages, page_size, codec, self.device, self.input_size)
+        )
         pool.fingerprint = self.fingerprint
         pool.state_spec = self.state_spec
         return pool

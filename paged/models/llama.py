@@ -20,6 +20,7 @@ from paged.models.layers import RMSNorm, silu_mul
 from paged.models.linear import PackedLinear, row_mode
 from paged.models.rotary import Rotary
 from paged.models.step import Place, Step
+from paged.models.store_h import Projection, keep
 from paged.spec import KVSpec
 
 TensorOf = Callable[[str], torch.Tensor]  # Hugging Face name -> values
@@ -72,6 +73,7 @@ class LlamaModel(LanguageModel):
         self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
         self.name = config.family
         self._places, self.spec = self._page_groups(config)
+        self.input_size = config.hidden_size
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.max_seq_len, self.device)
         self._scale = config.head_dim**-0.5
         self._digests: dict[str, bytes] = {}
@@ -115,14 +117,27 @@ class LlamaModel(LanguageModel):
         """The attention block's contribution to x, `[T, hidden_size]`; its K and V rows are appended."""
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = layer.qkv(layer.input_norm(x, step.normed).to(self.dtype)).view(len(x), heads + 2 * kv_heads, dim)
+        normed = layer.input_norm(x, step.normed).to(self.dtype)
+        qkv = layer.qkv(normed).view(len(x), heads + 2 * kv_heads, dim)
         qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
         if layer.qk_norm is not None:
             qk = layer.qk_norm(qk.float(), torch.empty(qk.shape, device=self.device))
         q, k = step.rotate(qk.float()).split((heads, kv_heads), 1)
-        step.backend.append(step.storage, place.index, k, v.float(), step.plan(place.group))
-        mixed = step.attend(q.to(self.dtype), place, self._scale)
+        if step.storage.keeps_input:
+            mixed = self._attend_inputs(layer, place, normed, q.to(self.dtype), step)
+        else:
+            step.backend.append(step.storage, place.index, k, v.float(), step.plan(place.group))
+            mixed = step.attend(q.to(self.dtype), place, self._scale)
         return layer.output(mixed.view(len(x), heads * dim))
+
+    def _attend_inputs(
+        self, layer: Layer, place: Place, normed: torch.Tensor, q: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Attention over pages that hold the block's input."""
+        keep(step, place, normed)
+        if place.group not in step.projections:
+            step.projections[place.group] = Projection(self, step, place.group)
+        return step.projections[place.group].attend(layer, place, q, self._scale)
 
     def _page_groups(self, config: ModelConfig) -> tuple[list[Place], KVSpec]:
         """One page group for each distinct window, in order of first use; a page has room for the largest group."""

@@ -118,7 +118,18 @@ _REQUIRED: tuple[tuple[str, type, str], ...] = (
     ("max_seq_len", int, "the positions it can hold, an int"),
     ("fingerprint", str, "a str that differs between models and between weights (see paged.models.fingerprint)"),
 )
-_OPTIONAL = ("eos_token_ids", "name", "device", "tokenizer", "chat", "state_spec", "default_loops", "max_loops")
+_OPTIONAL = (
+    "eos_token_ids",
+    "name",
+    "device",
+    "tokenizer",
+    "chat",
+    "state_spec",
+    "default_loops",
+    "max_loops",
+    "windows_cache",
+    "input_size",
+)
 
 
 class _View(LanguageModel):
@@ -143,6 +154,12 @@ class _View(LanguageModel):
 
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         return self.model.forward(batch, storage)
+
+    def run_loops(
+        self, batch: ForwardBatch, storage: PageStorage, residual: torch.Tensor | None = None, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = getattr(self.model, "run_loops", super().run_loops)
+        return own(batch, storage, residual, start)
 
     def default_kv_dtype(self) -> str:
         own = getattr(self.model, "default_kv_dtype", None)

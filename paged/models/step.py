@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paged.models.dory import DoryModel
     from paged.models.hybrid import HybridModel
     from paged.models.llama import LlamaModel
+    from paged.models.store_h import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,16 @@ class Step:
 
     __slots__ = (
         "_batch",
-        "_kv_lens",
         "_parts",
         "_plans",
-        "_q_indptr",
         "_seqs",
         "act",
         "backend",
+        "cache_windows",
+        "kv_lens",
         "normed",
+        "projections",
+        "q_indptr",
         "rotate",
         "storage",
     )
@@ -75,15 +78,19 @@ class Step:
     ) -> None:
         """Of all rows of the batch, or of those of the sequences marked in `seqs`, bool [S]."""
         self._batch, self._seqs = batch, seqs
-        self._q_indptr, self._kv_lens = batch.q_indptr, batch.kv_lens
+        self.q_indptr, self.kv_lens = batch.q_indptr, batch.kv_lens
         if seqs is not None:
-            self._q_indptr = np.append(0, np.diff(batch.q_indptr)[seqs].cumsum()).astype(np.int32)
-            self._kv_lens = batch.kv_lens[seqs]
-        config, rows = model.config, int(self._q_indptr[-1])
+            self.q_indptr = np.append(0, np.diff(batch.q_indptr)[seqs].cumsum()).astype(np.int32)
+            self.kv_lens = batch.kv_lens[seqs]
+        config, rows = model.config, int(self.q_indptr[-1])
         self.backend = get_backend(model.device)
         self.storage = storage
         self._plans: dict[int, AttendPlan] = {}
-        self._parts = self._by_window(batch.cache_windows)
+        self.cache_windows = (
+            batch.cache_windows if seqs is None or batch.cache_windows is None else batch.cache_windows[seqs]
+        )
+        self._parts = self._by_window(self.cache_windows)
+        self.projections: dict[int, Projection] = {}  # by page group, where pages hold the inputs of blocks
         self.rotate = Rotation(model.rotary, self.plan(0).positions, config.num_heads + config.num_kv_heads)
         self.normed = torch.empty(rows, config.hidden_size, device=model.device)
         self.act = torch.empty(rows, config.intermediate_size, dtype=model.dtype, device=model.device)
@@ -92,12 +99,10 @@ class Step:
         """The sequences of each cache window; mostly all have one."""
         if windows is None:
             return [_Part(0)]
-        if self._seqs is not None:
-            windows = windows[self._seqs]
         found: list[int] = np.unique(windows).tolist()
         if len(found) == 1:
             return [_Part(found[0])]
-        counts = np.diff(self._q_indptr)
+        counts = np.diff(self.q_indptr)
         parts: list[_Part] = []
         for window in found:
             seqs = windows == window
@@ -114,9 +119,9 @@ class Step:
         for part in self._parts:
             plan = part.plans.get(place.group)
             if plan is None:
-                table = self._table(place.group)[part.seqs]
-                indptr = np.append(0, np.diff(self._q_indptr)[part.seqs].cumsum()).astype(np.int32)
-                plan = make_plan(self.storage.page_size, indptr, self._kv_lens[part.seqs], table)
+                table = self.table(place.group)[part.seqs]
+                indptr = np.append(0, np.diff(self.q_indptr)[part.seqs].cumsum()).astype(np.int32)
+                plan = make_plan(self.storage.page_size, indptr, self.kv_lens[part.seqs], table)
                 part.plans[place.group] = plan
             rows = part.rows.to(q.device)
             window = _narrower(place.window, part.window)
@@ -124,7 +129,8 @@ class Step:
             out.index_copy_(0, rows, mixed)
         return out
 
-    def _table(self, group: int) -> Int32:
+    def table(self, group: int) -> Int32:
+        """Page ids of the sequences in one group, int32 [S, columns]."""
         table = self._batch.page_tables[group]
         return table if self._seqs is None else table[self._seqs]
 
@@ -132,6 +138,6 @@ class Step:
         """Where the rows lie in one page group; made when it is first asked for."""
         plan = self._plans.get(group)
         if plan is None:
-            plan = make_plan(self.storage.page_size, self._q_indptr, self._kv_lens, self._table(group))
+            plan = make_plan(self.storage.page_size, self.q_indptr, self.kv_lens, self.table(group))
             self._plans[group] = plan
         return plan

@@ -108,7 +108,7 @@ def _storage(cache: PrefixCache) -> PageStorage:
 def _header(cache: PrefixCache) -> Header:
     pool = cache.pool
     assert pool.storage is not None
-    return Header(FORMAT, pool.fingerprint, pool.storage.codec.name, pool.page_size, pool.storage.spec, pool.state_spec)
+    return Header(FORMAT, pool.fingerprint, pool.storage.kv_dtype, pool.page_size, pool.storage.spec, pool.state_spec)
 
 
 def _agree(file: SavedFile, ours: Header) -> None:

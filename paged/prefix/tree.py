@@ -67,7 +67,7 @@ class PageTree:
     def namespace_key(self, namespace: str = "", **fields: object) -> bytes:
         """The root of a namespace's chains: the caller's salt, further `fields` (adapter=...), the model, the codec."""
         storage = self.pool.storage
-        codec = storage.codec.name if storage is not None else ""
+        codec = storage.kv_dtype if storage is not None else ""
         return namespace_key(model=self.pool.fingerprint, codec=codec, salt=namespace, **fields)
 
     def cursor(self, namespace: str = "", view: KVView | None = None, **fields: object) -> Cursor:
