@@ -124,7 +124,7 @@ class Engine:
 
         `params` is one for all or one for each, `options` (see RequestOptions) are for all. A prompt that cannot run
         raises before anything is submitted, and names its place in the batch. A request that fails alone ends with
-        finish_reason "error". With n > 1 each output has n `samples`, as many requests on the same pages of the prompt
+        finish_reason "error". With n > 1 the `samples` of each output are n requests on the same pages of the prompt
         (see RequestOutput).
         """
         return run_batch(self, prompts, params, progress, options)
@@ -329,7 +329,8 @@ class Engine:
         prefix, params = request.prefix, request.params
         if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
             return None
-        if params.logprobs is not None:  # one row is computed again, so that there is one place that reports them
+        # One row is computed again, so that there is one place that reports log probabilities and obeys grammars.
+        if params.logprobs is not None or params.grammar is not None:
             return None
         return sample_one(prefix.logits, params, request.seed, request.num_prompt, request.prompt, [], request.end_ids)
 

@@ -63,7 +63,7 @@ def _samples(params: Any) -> Iterator[Any]:
 
 def _join(outputs: list[RequestOutput]) -> RequestOutput:
     """The outputs of one prompt as one."""
-    return outputs[0] if len(outputs) == 1 else replace(outputs[0], samples=tuple(outputs))
+    return replace(outputs[0], others=tuple(outputs[1:]))
 
 
 def run_batch(

@@ -15,8 +15,8 @@ class RequestOutput:
     each of token_ids. num_cached_tokens of the prompt were attached instead of computed; num_computed_tokens counts
     rows, recomputation after preemptions included.
 
-    samples is empty, unless n > 1 asked for several outputs: then it holds all n, each as the same request alone gives
-    it with `params.sample(i)` and each with a request_id of its own; the output that holds them repeats the first.
+    others are outputs 1 to n - 1 of the same prompt, where n > 1 asked for several; this one is output 0. Each is what
+    the same request gives alone with `params.sample(i)`, and has a request_id of its own.
     """
 
     request_id: str
@@ -29,7 +29,12 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Any] | None = None
     error: str = ""
-    samples: tuple[RequestOutput, ...] = ()
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def samples(self) -> tuple[RequestOutput, ...]:
+        """All n outputs of the prompt, this one first; with n = 1 it is the only one."""
+        return (self, *self.others)
 
 
 @dataclass(slots=True)

@@ -280,6 +280,17 @@ def test_streams_and_cancelled_requests_have_grammars_too() -> None:
     engine.check()
 
 
+@pytest.mark.parametrize("kept", [30, 40])
+def test_a_request_that_starts_from_a_prefix_keeps_to_its_grammar(kept: int) -> None:
+    engine = engine_of()
+    prompt = list(range(40))
+    params = SamplingParams(grammar=LETTERS, temperature=1.0, seed=8)
+    [want] = engine_of().generate([prompt], params)
+    [output] = engine.generate([prompt], params, prefix=engine.build_prefix(prompt[:kept]))
+    assert output.text == want.text and allows(LETTERS, output.text)
+    engine.check()
+
+
 def test_two_requests_of_one_grammar_compile_it_once() -> None:
     engine = engine_of()
     engine.generate(prompts_of(5), SamplingParams(grammar=Grammar.json_schema(json.loads(POINT.text))))

@@ -12,6 +12,7 @@ from grammars import model as speaking
 
 from paged.errors import InvalidRequest
 from scheduler import Engine, Grammar, SamplingParams
+from scheduler.model import Model
 
 KINDS = {
     "attention": lambda: EchoModel(97),
@@ -56,14 +57,14 @@ def test_each_sample_is_what_its_own_parameters_give_alone(kind: str, settings: 
     assert engine.pool.num_live == 0
 
 
-def test_the_first_sample_is_that_of_n_1_and_the_output_repeats_it() -> None:
+def test_the_first_sample_is_the_output_itself_and_that_of_n_1() -> None:
     engine = engine_of()
     [one] = engine.generate([prompt_of(30)], seeded(1))
     [output] = engine.generate([prompt_of(30)], seeded(3))
-    first = output.samples[0]
-    assert output.token_ids == first.token_ids == one.token_ids
-    assert {**asdict(output), "samples": ()} == asdict(first)
-    assert one.samples == () and all(s.samples == () for s in output.samples)
+    assert output.samples[0] is output and output.samples[1:] == output.others
+    assert output.token_ids == one.token_ids and one.samples == (one,) and one.others == ()
+    assert all(s.samples == (s,) for s in output.others)
+    assert asdict(output)["others"] == tuple(asdict(s) for s in output.others)
 
 
 def test_samples_are_requests_of_their_own_that_explain_knows() -> None:
@@ -91,12 +92,11 @@ def test_prompts_of_a_batch_may_ask_for_different_numbers() -> None:
     prompts = [prompt_of(n) for n in (20, 33, 7)]
     params = [seeded(2), seeded(1, seed=9), seeded(3)]
     outputs = engine.generate(prompts, params)
-    assert [len(o.samples) for o in outputs] == [2, 0, 3]
+    assert [len(o.samples) for o in outputs] == [2, 1, 3]
     for prompt, p, output in zip(prompts, params, outputs, strict=True):
-        assert [s.num_prompt_tokens for s in output.samples or (output,)] == [len(prompt)] * p.n
+        assert [s.num_prompt_tokens for s in output.samples] == [len(prompt)] * p.n
         assert output.token_ids == engine.generate([prompt], p.sample(0))[0].token_ids
-    for output in engine.generate(prompts, seeded(2)):
-        assert len(output.samples) == 2
+    assert [len(o.samples) for o in engine.generate(prompts, seeded(2))] == [2] * 3
 
 
 def test_samples_end_each_in_its_own_way() -> None:
@@ -117,7 +117,7 @@ def test_a_failed_step_fails_the_samples_that_were_in_it() -> None:
 
     engine.model.forward = broken  # type: ignore[method-assign]
     [output] = engine.generate([prompt_of(20)], seeded(3))
-    assert [s.finish_reason for s in (output, *output.samples)] == ["error"] * 4
+    assert [s.finish_reason for s in output.samples] == ["error"] * 3
     engine.check()
 
 
@@ -129,7 +129,7 @@ def computed(n: int, length: int, **settings) -> tuple[int, list[int]]:
     engine = engine_of(**settings)
     [output] = engine.generate([prompt_of(length)], seeded(n))
     engine.check()
-    samples = output.samples or (output,)
+    samples = output.samples
     rows = sum(s.num_computed_tokens for s in samples)
     assert rows == engine.stats()["computed_tokens"]
     return rows - n * 11, [s.num_cached_tokens for s in samples]  # each computes 11 of its 12 tokens
@@ -217,6 +217,40 @@ def test_a_request_id_for_several_requests_is_refused_before_any_is_queued(promp
     assert not engine.has_work
     [output] = engine.generate(prompts[:1], seeded(1), request_id="mine")
     assert output.request_id == "mine"
+
+
+def test_samples_start_from_a_prefix_that_the_caller_keeps() -> None:
+    engine = engine_of()
+    prompt = prompt_of(50)
+    [want] = engine_of().generate([prompt], seeded(3))
+    for kept in (40, 50):  # of 50, the first token needs no step
+        prefix = engine.build_prefix(prompt[:kept])
+        [output] = engine.generate([prompt], seeded(3), prefix=prefix)
+        assert [s.token_ids for s in output.samples] == [s.token_ids for s in want.samples]
+        engine.check()
+
+
+def test_the_token_level_api_gives_the_same_samples_with_and_without_stop_sequences() -> None:
+    prompt, sampling = prompt_of(20), {"max_tokens": 10, "temperature": 1.0, "top_k": 0, "seed": 5, "n": 3}
+    with Model(EchoModel(97), num_pages=64) as model:
+        [want] = engine_of().generate([prompt], seeded(3, max_tokens=10))
+        assert model.generate(prompt, **sampling) == [prompt + s.token_ids for s in want.samples]
+        last = tuple(want.samples[2].token_ids[-2:])
+        stopped = model.generate(prompt, stop_sequences=[last], **sampling)
+        assert stopped[:2] == [prompt + s.token_ids for s in want.samples[:2]]
+        assert stopped[2] == prompt + want.samples[2].token_ids[:-2]
+
+
+def test_the_token_level_api_takes_a_grammar_but_not_for_beams_and_drafts() -> None:
+    grammar = Grammar.regex("[a-c]{5}")
+    with Model(speaking(), num_pages=64) as model:
+        tokens = model.generate([1, 2, 3], grammar=grammar)
+        assert model.generate([1, 2, 3], grammar=grammar, stop_sequences=[[1, 1]]) == tokens
+        text = model.engine.model.tokenizer.decode(tokens[3:])
+        assert len(text) == 5 and set(text) <= set("abc")
+        for by_hand in ({"num_beams": 2}, {"draft_loops": 1}):
+            with pytest.raises(ValueError, match="keep to no grammar"):
+                model.generate([1, 2, 3], grammar=grammar, **by_hand)
 
 
 def test_a_bad_prompt_names_its_place_among_the_prompts() -> None:
