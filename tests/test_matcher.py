@@ -14,10 +14,13 @@ import pytest
 from grammars import BOS, EOS, EOT, PIECES, VOCAB, Words, compiler, feed, text_of, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders.test_tokenizer import PIECES as PIECES_OF_HELLO
+from loaders.test_tokenizer import pieces_metadata
 
 import paged
 from paged.errors import ExtraMissing, InvalidRequest
 from paged.grammar import Grammar
+from paged.loaders.tokenizer_files import tokenizer_from_gguf
 from paged.matcher import GrammarCompiler, allowed_tokens
 
 COMPILER = compiler()
@@ -212,6 +215,44 @@ def test_text_that_a_grammar_forces_comes_in_the_tokenizers_own_tokens() -> None
     assert tokens.decode(output) == text
     assert output[:5] == tokens.encode(text)[:5].tolist()
     assert not set(output) & set(tokens.eos_ids)  # "<|im_end|>" was spelled
+
+
+SENTENCEPIECE = tokenizer_from_gguf(pieces_metadata(PIECES_OF_HELLO), "x")
+assert SENTENCEPIECE is not None
+SENTENCEPIECE_BYTES = [SENTENCEPIECE.token_bytes(i) for i in range(SENTENCEPIECE.vocab_size)]
+SENTENCEPIECE_COMPILER = GrammarCompiler(SENTENCEPIECE, SENTENCEPIECE.vocab_size)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sets(st.text("helowrd é", min_size=1, max_size=12), min_size=1, max_size=4), st.randoms())
+def test_a_sentencepiece_vocabulary_whose_bytes_have_two_tokens_each_finds_every_way(words: set[str], random) -> None:
+    """Pieces, and beside them a token for every byte."""
+    grammar = Grammar.lark("start: " + " | ".join(json.dumps(word, ensure_ascii=False) for word in sorted(words)))
+    matcher = SENTENCEPIECE_COMPILER.matcher(grammar, SENTENCEPIECE.eos_ids)
+    oracle, output = Words({word.encode() for word in words}), b""
+    while True:
+        got, want = set(allowed(matcher)), oracle.allowed(output, SENTENCEPIECE_BYTES)
+        assert (2 in got) == matcher.may_end == (output in oracle.words)
+        got -= {2}
+        assert got <= want and bool(got) == bool(want) and not matcher.error
+        if not oracle.forced(output):
+            assert got == want
+        if not got:
+            break
+        token = random.choice(sorted(got))
+        output += SENTENCEPIECE_BYTES[token]
+        matcher.accept(token)
+    assert output in oracle.words
+
+
+def test_forced_text_in_a_sentencepiece_vocabulary_takes_no_space_that_is_not_there() -> None:
+    matcher = SENTENCEPIECE_COMPILER.matcher(Grammar.lark('start: "hello world hello" /[ed]/'))
+    pieces = []
+    while len(choice := allowed(matcher)) == 1:
+        pieces.append(SENTENCEPIECE_BYTES[choice[0]])
+        assert not matcher.accept(choice[0])
+    assert b"".join(pieces) == b"hello world hello"[: len(b"".join(pieces))]
+    assert pieces[:3] == [b"he", b"llo", b" world"]
 
 
 class Spaced:
