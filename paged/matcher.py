@@ -117,8 +117,7 @@ class GrammarCompiler:
         import llguidance
 
         convert = getattr(llguidance.LLMatcher, f"grammar_from_{grammar.kind}")
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._tokenizer, convert(grammar.text), log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokenizer, convert(grammar.text), log_level=0)
         if matcher.is_error():
             raise InvalidRequest(
                 f"a grammar must be one that llguidance takes, found in this {grammar.kind}: "
@@ -202,4 +201,5 @@ def _executor(pid: int) -> llguidance.LLExecutor:
 
 
 def _one_line(message: str) -> str:
+    """The beginning of llguidance's message, without the state of the parser that may follow."""
     return " ".join(message.split("\n<state>")[0].split())[:200]
