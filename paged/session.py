@@ -49,7 +49,8 @@ class Session:
         model does not take.
         """
         storage = pool.storage
-        if storage is None or storage.model_spec != model.spec or pool.fingerprint != model.fingerprint:
+        same = storage is not None and (storage.model_spec is model.spec or storage.model_spec == model.spec)
+        if storage is None or not same or pool.fingerprint != model.fingerprint:
             raise GeometryMismatch("this pool was made for another model; make one with model.create_kv_pool()")
         self.model = model
         self.pool = pool

@@ -96,6 +96,18 @@ class Model:
             **model.extra_info(),
         }
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, for a model with a tokenizer."""
+        self._open("encode")
+        return self.engine.tokens_of(text).tolist()
+
+    def decode(self, tokens: Sequence[int] | Int32) -> str:
+        """The text of token ids."""
+        tokenizer = self._open("decode").tokenizer
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: its tokens stand for no text")
+        return tokenizer.decode(tokens)
+
     # One prompt -----------------------------------------------------------------------------------------------
 
     def generate(
