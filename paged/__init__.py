@@ -9,10 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paged.batch import eval_batch
+    from paged.beam import Beam, BeamSearch
     from paged.errors import (
         BadLogits,
         CheckFailed,
         Closed,
+        ContextTooLong,
         DuplicateRequest,
         ExtraMissing,
         GeometryMismatch,
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
         OutOfPages,
         PagedError,
         PromptTooLong,
+        RequestFailed,
         SessionInUse,
         StateMismatch,
         UnsupportedShape,
@@ -42,9 +46,11 @@ if TYPE_CHECKING:
     from paged.prefix.hashing import page_hash
     from paged.prefix.pins import Pin
     from paged.prefix.pool import PrefixPool
+    from paged.prefix.resume import ResumeHandle
     from paged.sampling import SamplingParams
     from paged.session import Session
     from paged.spec import KVSpec, StatePlane, StateSpec
+    from paged.speculative import SpeculativeDecoder
 
 __version__ = "0.1.0"
 
@@ -62,8 +68,12 @@ _HOME = {
     "Pin": "paged.prefix.pins",
     "PrefixHandle": "paged.prefix.handles",
     "PrefixPool": "paged.prefix.pool",
+    "ResumeHandle": "paged.prefix.resume",
     "page_hash": "paged.prefix.hashing",
     "Session": "paged.session",
+    "eval_batch": "paged.batch",
+    **dict.fromkeys(("Beam", "BeamSearch"), "paged.beam"),
+    "SpeculativeDecoder": "paged.speculative",
     "SamplingParams": "paged.sampling",
     "Grammar": "paged.grammar",
     **dict.fromkeys(("GrammarCompiler", "GrammarMatcher"), "paged.matcher"),
@@ -77,6 +87,7 @@ _HOME = {
             "UnsupportedShape",
             "InvalidRequest",
             "PromptTooLong",
+            "ContextTooLong",
             "DuplicateRequest",
             "OutOfPages",
             "BadLogits",
@@ -85,6 +96,7 @@ _HOME = {
             "StateMismatch",
             "LoopsMismatch",
             "Closed",
+            "RequestFailed",
             "NativeMissing",
             "ExtraMissing",
             "CheckFailed",
@@ -95,10 +107,13 @@ _HOME = {
 
 __all__ = [
     "BadLogits",
+    "Beam",
+    "BeamSearch",
     "ChatRenderer",
     "CheckFailed",
     "Checkpoint",
     "Closed",
+    "ContextTooLong",
     "DuplicateRequest",
     "Explanation",
     "ExtraMissing",
@@ -122,9 +137,12 @@ __all__ = [
     "PrefixHandle",
     "PrefixPool",
     "PromptTooLong",
+    "RequestFailed",
+    "ResumeHandle",
     "SamplingParams",
     "Session",
     "SessionInUse",
+    "SpeculativeDecoder",
     "StateMismatch",
     "StatePlane",
     "StatePool",
@@ -132,6 +150,7 @@ __all__ = [
     "StateSpec",
     "UnsupportedShape",
     "__version__",
+    "eval_batch",
     "load_model",
     "page_hash",
 ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from paged.matcher import GrammarMatcher
 from paged.prefix.hashing import Int32
 from paged.sampler import Sampler, TokenHistory
 from paged.sampling import SamplingParams
@@ -45,10 +47,12 @@ class SpeculativeDecoder:
         num_prompt: int | None = None,
         end_ids: Iterable[int] = (),
         lock: AbstractContextManager[object] | None = None,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         """`num_prompt` of the session's tokens are prompt (default: all), for the penalties that look at output alone.
 
-        `lock` is held while pages and model are touched. ValueError unless 1 <= draft_loops < the session's depth and
+        `lock` is held while pages and model are touched. With `params.grammar` comes the `matcher` that has accepted
+        the output so far; the decoder goes on with it. ValueError unless 1 <= draft_loops < the session's depth and
         num_draft >= 1.
         """
         if not 1 <= draft_loops < session.view.loops:
@@ -66,12 +70,14 @@ class SpeculativeDecoder:
         self.stats = DraftStats()
         self._lock = lock or nullcontext()
         self._sampler = Sampler(1, session.model.vocab_size)
-        self._sampler.assign(0, params, seed, end_ids)
+        self._matcher = matcher
+        self._assign = partial(self._sampler.assign, 0, params, seed, tuple(end_ids))
+        self._assign(matcher)
         self._known: list[int] = session.tokens.tolist()
         self._num_prompt = len(self._known) if num_prompt is None else num_prompt
 
     def tokens(self, max_tokens: int) -> Iterator[int]:
-        """The next `max_tokens` tokens, each as soon as it is known.
+        """The next `max_tokens` tokens, each as soon as it is known; fewer where the grammar is complete before.
 
         The caller stops where it sees an end id. PromptTooLong at the model's length, OutOfPages if the pool is full.
         """
@@ -79,17 +85,20 @@ class SpeculativeDecoder:
         with self._lock:
             assert self.session.logits is not None
             new = [self._draw(self.session.logits, [])]
-        while left > 0:
-            for token in new[:left]:
+            complete = _accept(self._matcher, new[0])
+        while True:
+            for token in new:
                 self._known.append(token)
                 yield token
             left -= len(new)
-            if left > 0:
-                with self._lock:
-                    new = self._round(min(self.num_draft, left - 1))
+            if left <= 0 or complete:
+                return
+            with self._lock:
+                new, complete = self._round(min(self.num_draft, left - 1))
 
-    def _round(self, num_draft: int) -> list[int]:
-        """One draft and its verification: the tokens that follow the known ones, at least one."""
+    def _round(self, num_draft: int) -> tuple[list[int], bool]:
+        """One draft and its verification: the tokens that follow the known ones, 1 to 1 + num_draft, and whether the
+        grammar is complete with them."""
         session = self.session
         first = np.array(self._known[session.n_past :], np.int32)  # the last known token, which has no rows yet
         session.admit(np.zeros(1 + num_draft, np.int32))
@@ -99,30 +108,44 @@ class SpeculativeDecoder:
             drafts, residual = self._draft(first, num_draft)
             batch = session.batch(drafts, num_logits=len(drafts))
             logits, _ = session.model.run_loops(batch, session.storage, residual, self.draft_loops)
+            new, complete = self._verify(drafts, logits)
         except BaseException:
             session.table.truncate(before)
             raise
-        new: list[int] = []
-        for i in range(len(drafts)):
-            new.append(self._draw(logits[i], new))
-            if i + 1 < len(drafts) and new[-1] != int(drafts[i + 1]):
-                break
-        self.stats.drafted += num_draft
+        self.stats.drafted += len(drafts) - 1
         self.stats.accepted += len(new) - 1
         session.logits = logits[len(new) - 1]
         session.advance(drafts[: len(new)])
         session.table.truncate(-(-session.n_past // session.pool.page_size))
-        return new
+        return new, complete
+
+    def _verify(self, drafts: Int32, logits: torch.Tensor) -> tuple[list[int], bool]:
+        """What the full depth draws behind each of `drafts`, up to the first that is not the next of them."""
+        new: list[int] = []
+        for i in range(len(drafts)):
+            new.append(self._draw(logits[i], new))
+            if _accept(self._matcher, new[-1]):
+                return new, True
+            if i + 1 < len(drafts) and new[-1] != int(drafts[i + 1]):
+                break
+        return new, False
 
     def _draft(self, first: Int32, num_draft: int) -> tuple[Int32, torch.Tensor]:
         """`first` and the tokens drafted behind it, [n], and the residual of their rows at the small depth."""
         session, drafts, residuals = self.session, first, list[torch.Tensor]()
-        for i in range(num_draft + 1):
-            batch = session.batch(drafts[i:], ahead=i, loops=self.draft_loops)
+        matcher = None if self._matcher is None else self._matcher.fork()
+        self._assign(matcher)
+        while True:
+            batch = session.batch(drafts[-1:], ahead=len(drafts) - 1, loops=self.draft_loops)
             logits, residual = session.model.run_loops(batch, session.storage)
             residuals.append(residual)
-            if i < num_draft:
-                drafts = np.append(drafts, np.int32(self._draw(logits[0], drafts[1:].tolist())))
+            if len(drafts) > num_draft:
+                break
+            token = self._draw(logits[0], drafts[1:].tolist())
+            if _accept(matcher, token):
+                num_draft = len(drafts)  # nothing can follow
+            drafts = np.append(drafts, np.int32(token))
+        self._assign(self._matcher)
         return drafts, torch.cat(residuals)
 
     def _draw(self, logits: torch.Tensor, more: list[int]) -> int:
@@ -131,3 +154,8 @@ class SpeculativeDecoder:
         history = TokenHistory(tokens[None], np.array([self._num_prompt], np.int32), np.array([len(tokens)], np.int32))
         at = np.array([len(tokens)], np.int32)
         return int(self._sampler.sample(logits.reshape(1, -1), np.zeros(1, np.int32), at, history).tokens[0])
+
+
+def _accept(matcher: GrammarMatcher | None, token: int) -> bool:
+    """Whether a grammar is complete with `token`."""
+    return matcher is not None and matcher.accept(token)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paged.sampling import SamplingParams
     from scheduler.config import SchedulerConfig
     from scheduler.engine import Engine
+    from scheduler.model import Model
     from scheduler.output import Event, RequestOutput
     from scheduler.policy import Policy
     from scheduler.request import PrefillStops, Request
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Engine": "scheduler.engine",
     "Event": "scheduler.output",
+    "Model": "scheduler.model",
     "Grammar": "paged.grammar",
     "Policy": "scheduler.policy",
     "PrefillStops": "scheduler.request",
@@ -37,6 +39,7 @@ __all__ = [
     "Engine",
     "Event",
     "Grammar",
+    "Model",
     "Policy",
     "PrefillStops",
     "Request",

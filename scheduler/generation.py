@@ -6,8 +6,6 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from paged.beam import BeamSearch
 from paged.errors import ContextTooLong, OutOfPages, RequestFailed
 from paged.kv.pages import Int32
@@ -16,7 +14,9 @@ from paged.sampling import SamplingParams, draw_seed
 from paged.session import Session
 from paged.speculative import SpeculativeDecoder
 from scheduler.engine import Engine
-from scheduler.prefixes import extend, open_session
+from scheduler.intake import require_prefix
+from scheduler.output import RequestOutput
+from scheduler.prefixes import extend
 from scheduler.request import RequestOptions
 from scheduler.stops import StopSequences
 
@@ -37,6 +37,8 @@ class Call:
             raise ValueError(
                 f"num_beams must be at least 1 and draft_loops at least 0, got {self.num_beams} and {self.draft_loops}"
             )
+        if any(not stop for stop in self.token_stops):
+            raise ValueError("a stop sequence must hold at least one token id")
         by_hand = self.num_beams > 1 or self.draft_loops > 0
         if self.num_beams > 1 and self.draft_loops:
             raise ValueError("num_beams and draft_loops cannot be combined: beams have no single draft to verify")
@@ -46,6 +48,14 @@ class Call:
             raise ValueError(
                 "beam search and drafting end at token ids: give stop_sequences as token ids, not as strings"
             )
+        if self.num_beams > 1 and self.params.grammar is not None:
+            raise ValueError("num_beams and grammar cannot be combined: beam search draws by the model's scores alone")
+        if 1 < self.num_beams < self.params.n:
+            raise ValueError(f"n continuations need num_beams >= n, got n {self.params.n} and {self.num_beams} beams")
+
+    def sample(self, index: int) -> Call:
+        """What continuation `index` of `params.n` is asked for, alone."""
+        return replace(self, params=self.params.sample(index))
 
 
 def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> list[list[int]]:
@@ -54,16 +64,17 @@ def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) 
     if call.num_beams > 1:
         with _session(engine, tokens, prefix, call) as session:
             ends = call.params.end_ids(engine.model.eos_token_ids)
-            search = BeamSearch(session, call.num_beams, ends, lock=engine.lock)
-            beams = search.run(call.params.max_tokens or 1)
+            with memory():
+                search = BeamSearch(session, call.num_beams, ends, lock=engine.lock)
+                beams = search.run(_most_tokens(engine, tokens, call))
             return [_cut(list(beam.token_ids), call) for beam in beams[: call.params.n]]
     if call.draft_loops or call.token_stops:
-        each = (replace(call, params=call.params.sample(i)) for i in range(call.params.n))
-        return [list(stream(engine, tokens, prefix, one)) for one in each]
-    output = engine.generate([tokens], call.params, **_options(prefix, call))[0]
-    if output.finish_reason == "error":
-        raise RequestFailed(output.error)
-    return [sample.token_ids for sample in output.samples or (output,)]
+        return [list(stream(engine, tokens, prefix, call.sample(i))) for i in range(call.params.n)]
+    [output] = engine.generate([tokens], call.params, **_options(prefix, call))
+    samples = output.samples or (output,)
+    for sample in samples:
+        _require_end(sample)
+    return [sample.token_ids for sample in samples]
 
 
 def stream(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
@@ -108,44 +119,66 @@ def _requested(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call:
     with engine.stream(tokens, call.params, **_options(prefix, call)) as events:
         for event in events:
             yield from event.token_ids
-    output = events.output
-    if output is not None and output.finish_reason == "error":
-        raise RequestFailed(output.error)
+    if events.output is not None:
+        _require_end(events.output)
+
+
+def _require_end(output: RequestOutput) -> None:
+    """RequestFailed unless the request came to an end of its own."""
+    if output.finish_reason not in ("stop", "length"):
+        raise RequestFailed(output.error or f"the request was {output.finish_reason} before its end")
 
 
 def _drafted(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
     params = call.params
     ends = params.end_ids(engine.model.eos_token_ids)
     seed = params.seed if params.seed is not None else draw_seed()
-    with _session(engine, tokens, prefix, call) as session:
-        decoder = SpeculativeDecoder(session, params, seed, call.draft_loops, end_ids=ends, lock=engine.lock)
-        for i, token in enumerate(decoder.tokens(params.max_tokens or 1)):
-            if token in ends and i >= params.min_tokens:
+    matcher = None if params.grammar is None else engine.grammars.matcher(params.grammar, ends)
+    with _session(engine, tokens, prefix, call) as session, memory():
+        decoder = SpeculativeDecoder(
+            session, params, seed, call.draft_loops, end_ids=ends, lock=engine.lock, matcher=matcher
+        )
+        least = params.min_tokens if matcher is None else 0  # see SamplingParams
+        for i, token in enumerate(decoder.tokens(_most_tokens(engine, tokens, call))):
+            if token in ends and i >= least:
                 return
             yield token
 
 
+def _most_tokens(engine: Engine, tokens: Int32, call: Call) -> int:
+    """max_tokens; where that is None, what is left up to the model's length."""
+    most = call.params.max_tokens
+    return engine.model.max_seq_len - len(tokens) if most is None else most
+
+
 @contextmanager
 def _session(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Iterator[Session]:
-    """A session that has evaluated `tokens`, from a prefix or from what is cached."""
-    if prefix is None:
-        with memory(), open_session(engine, "", call.loops, call.cache_window) as session:
-            if engine.cache is not None:
-                with engine.lock:
-                    engine.cache.attach(session, tokens)
-            extend(engine, session, tokens[session.n_past :])
-            yield session
-        return
-    if not np.array_equal(tokens[: prefix.num_tokens], prefix.tokens):
-        raise ValueError(f"the prompt does not start with the {prefix.num_tokens} tokens of the prefix")
-    with memory(), engine.lock:
-        session = prefix.open(call.loops)
+    """A session that has evaluated `tokens`, from a prefix or from what is cached; the cache keeps them."""
+    with memory():
+        session = _opened(engine, tokens, prefix, call)
     try:
-        extend(engine, session, tokens[session.n_past :])
+        with memory():
+            extend(engine, session, tokens[session.n_past :])
+        with engine.lock:
+            if engine.cache is not None:
+                engine.cache.insert(session, tokens)
         yield session
     finally:
         with engine.lock:
             session.release()
+
+
+def _opened(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Session:
+    """A session that stands behind what is there of `tokens`."""
+    with engine.lock:
+        engine.require_open()
+        if prefix is not None:
+            require_prefix(engine, prefix, tokens, engine.model.view(call.loops, call.cache_window), "")
+            return prefix.open(call.loops)
+        session = Session(engine.model, engine.pool, call.loops, call.cache_window)
+        if engine.cache is not None:
+            engine.cache.attach(session, tokens)
+        return session
 
 
 def _cut(tokens: list[int], call: Call) -> list[int]:

@@ -61,7 +61,7 @@ def make_request(
     tokens = tokens_of(model, prompt)
     view = model.view(options.get("loops"), options.get("cache_window", 0))
     if prefix is not None:
-        _require_prefix(engine, prefix, tokens, view, namespace)
+        require_prefix(engine, prefix, tokens, view, namespace)
     limit = engine.scheduler.fit(len(tokens), params.max_tokens, view)
     ends = params.end_ids(model.eos_token_ids)
     return Request(
@@ -80,10 +80,15 @@ def make_request(
     )
 
 
-def _require_prefix(engine: Engine, prefix: PrefixHandle, tokens: Int32, view: KVView, namespace: str) -> None:
-    """Refuse a prefix that is not what this request would compute."""
+def require_engine(engine: Engine, prefix: PrefixHandle) -> None:
+    """GeometryMismatch for a prefix that another engine built: its pages are not here."""
     if prefix.pool is not engine.pool:
         raise GeometryMismatch("this prefix was built by another engine; build it with this one's build_prefix()")
+
+
+def require_prefix(engine: Engine, prefix: PrefixHandle, tokens: Int32, view: KVView, namespace: str) -> None:
+    """Refuse a prefix that is not what this request would compute."""
+    require_engine(engine, prefix)
     prefix.require(view)
     if prefix.namespace != namespace:
         raise InvalidRequest(f"the prefix belongs to namespace {prefix.namespace!r}, the request to {namespace!r}")

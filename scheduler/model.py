@@ -7,17 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged.errors import Closed, ContextTooLong, LoopsMismatch, OutOfPages
+from paged.errors import Closed, ContextTooLong, GeometryMismatch, LoopsMismatch, OutOfPages
 from paged.kv.pages import Int32
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
 from paged.prefix.handles import PrefixHandle
+from paged.prefix.hashing import as_tokens
 from paged.prefix.pool import PrefixPool
 from paged.prefix.resume import ResumeHandle
 from paged.sampling import SamplingParams
+from paged.spec import KVView
 from scheduler import generation
 from scheduler.engine import Engine
 from scheduler.generation import Call, memory
+from scheduler.intake import require_engine
 
 Stops = Sequence[str | Sequence[int]]
 
@@ -154,7 +157,8 @@ class Model:
     ) -> Iterator[int]:
         """The tokens of the continuation as they come; closing the iterator ends the request.
 
-        A handle instead of a prompt continues that prefix, and `pool` gives the longest registered prefix.
+        A handle instead of a prompt continues that prefix, and `pool` gives the longest registered prefix. Arguments as
+        those of `generate`, but for num_beams and n: neither has one continuation that grows.
         """
         self._open("generate_stream")
         call = self._call(
@@ -168,8 +172,12 @@ class Model:
             top_p=top_p,
             repetition_penalty=repetition_penalty,
         )
+        if call.num_beams > 1 or call.params.n > 1:
+            raise ValueError("a stream has one continuation: num_beams and n must be 1, or use generate()")
         if isinstance(prompt, PrefixHandle):
-            prefix, tokens = prompt, prompt.tokens
+            if pool is not None:
+                raise TypeError("generate_stream takes a handle or a pool, got both")
+            prefix, tokens = self._handle(prompt, call), prompt.tokens
         else:
             tokens = self.engine.tokens_of(prompt)
             prefix = None if pool is None else self._match(pool, tokens, call)
@@ -190,9 +198,9 @@ class Model:
         With `share_depths` it serves smaller depths too. Its pages go back when nothing refers to it any more.
         """
         self._open("build_prefix_cache")
-        tokens, depth = self._prefix_args(prompt, loops, cache_window)
+        tokens = self._prefix_args(prompt, loops, cache_window)
         with memory():
-            return self.engine.build_prefix(tokens, loops=depth, cache_window=cache_window, share_depths=share_depths)
+            return self.engine.build_prefix(tokens, loops=loops, cache_window=cache_window, share_depths=share_depths)
 
     def generate_from_prefix_cache(
         self,
@@ -223,7 +231,7 @@ class Model:
             top_p=top_p,
             repetition_penalty=repetition_penalty,
         )
-        return self._run(prefix.tokens, prefix, call)
+        return self._run(prefix.tokens, self._handle(prefix, call), call)
 
     # Many prefixes --------------------------------------------------------------------------------------------
 
@@ -239,16 +247,17 @@ class Model:
         What is registered already is not computed again. The pool keeps a copy of the tokens.
         """
         model = self._open("register_prefix")
-        if not isinstance(pool, PrefixPool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"pool must be a PrefixPool, got {type(pool).__name__}")
-        ids, depth = self._prefix_args(tokens, loops, cache_window)
-        view = model.view(depth, cache_window)
+        _require(pool, PrefixPool, "pool")
+        ids = self._prefix_args(tokens, loops, cache_window)
+        view = model.view(loops, cache_window)
         found = pool.find(ids, view.loops, cache_window)
         if found is not None:
-            return pool.register(found.handle)
+            if self._serves(found.handle, view):
+                return pool.register(found.handle)
+            pool.remove(found.id)  # of another engine, or of weights that have changed since
         try:
             handle = self.engine.build_prefix(
-                ids, loops=depth, cache_window=cache_window, share_depths=pool.share_depths
+                ids, loops=loops, cache_window=cache_window, share_depths=pool.share_depths
             )
         except OutOfPages:
             return 0
@@ -270,6 +279,7 @@ class Model:
         `more`: top_p, repetition_penalty, stop_sequences, and what `generate` takes as more.
         """
         self._open("generate_with_pool")
+        _require(pool, PrefixPool, "pool")
         stops = more.pop("stop_sequences", ())
         call = self._call(loops, cache_window, stops, more, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
         tokens = self.engine.tokens_of(prompt)
@@ -296,7 +306,7 @@ class Model:
         self._open("build_resume_handle")
         if max_loops > 64 or not 1 <= L_used <= max_loops:
             raise ValueError(f"1 <= L_used <= max_loops <= 64 must hold, got L_used {L_used} and max_loops {max_loops}")
-        ids, _ = self._prefix_args(tokens, L_used, cache_window)
+        ids = self._prefix_args(tokens, L_used, cache_window)
         with memory():
             return self.engine.build_resume(ids, L_used, max_loops=max_loops, cache_window=cache_window)
 
@@ -319,6 +329,7 @@ class Model:
         stays as it is; `resume` gives the deeper prefix as a handle of its own.
         """
         self._open("resume_generate")
+        _require(handle, ResumeHandle, "handle")
         depth = new_L if loops is None else loops
         call = self._call(
             depth,
@@ -345,6 +356,8 @@ class Model:
         Where no layers follow the loop block, calls of less depth too; their first token is that of `new_L`.
         """
         self._open("resume")
+        _require(handle, ResumeHandle, "handle")
+        require_engine(self.engine, handle)
         with memory(), self.engine.lock:
             session = handle.resume(new_L)
             try:
@@ -384,31 +397,51 @@ class Model:
         if isinstance(stop_sequences, str):
             stop_sequences = [stop_sequences]
         texts = [stop for stop in stop_sequences if isinstance(stop, str)]
-        ids = tuple(tuple(stop) for stop in stop_sequences if not isinstance(stop, str))
+        ids = tuple(tuple(as_tokens(stop).tolist()) for stop in stop_sequences if not isinstance(stop, str))
         beams, drafts = more.pop("num_beams", 1), more.pop("draft_loops", 0)
         params = SamplingParams(**sampling, **more, stop=texts)
         return Call(params, loops, cache_window, ids, beams, drafts)
 
     def _prefix_args(
         self, tokens: Sequence[int] | Int32, loops: int | None, cache_window: int
-    ) -> tuple[Int32, int | None]:
-        """Checked tokens and depth of a prefix."""
+    ) -> Int32:
+        """The tokens of a prefix, checked like its depth and window."""
         model, ids = self.engine.model, self.engine.tokens_of(tokens)
         model.view(loops, cache_window)
         if len(ids) > model.max_seq_len:
             raise ContextTooLong(
                 f"the prefix has {len(ids)} tokens, and max_seq_len is {model.max_seq_len}; shorten it"
             )
-        return ids, loops
+        return ids
+
+    def _handle(self, prefix: PrefixHandle, call: Call) -> PrefixHandle:
+        """A handle that serves the call."""
+        _require(prefix, PrefixHandle, "prefix")
+        require_engine(self.engine, prefix)
+        prefix.require(self.engine.model.view(call.loops, call.cache_window))
+        return prefix
+
+    def _serves(self, prefix: PrefixHandle, view: KVView) -> bool:
+        """Whether a registered prefix of that depth and window can be used."""
+        try:
+            require_engine(self.engine, prefix)
+            prefix.require(view)
+        except GeometryMismatch:
+            return False
+        return True
 
     def _match(self, pool: PrefixPool, tokens: Int32, call: Call) -> PrefixHandle | None:
         """The longest registered prefix of a prompt."""
+        _require(pool, PrefixPool, "pool")
         view = self.engine.model.view(call.loops, call.cache_window)
         entry = pool.match(tokens, view.loops, call.cache_window)
         if entry is None:
             self.stats.pool_misses += 1
             return None
         self.stats.pool_hits += 1
+        if not self._serves(entry.handle, view):
+            self.stats.pool_fallbacks += 1
+            return None
         return entry.handle
 
     def _run(self, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Any:
@@ -417,3 +450,9 @@ class Model:
         prompt: list[int] = tokens.tolist()
         whole = [prompt + output for output in outputs]
         return whole if call.params.n > 1 else whole[0]
+
+
+def _require(value: object, kind: type, name: str) -> None:
+    """TypeError for an argument of another kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
