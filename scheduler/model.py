@@ -402,9 +402,7 @@ class Model:
         params = SamplingParams(**sampling, **more, stop=texts)
         return Call(params, loops, cache_window, ids, beams, drafts)
 
-    def _prefix_args(
-        self, tokens: Sequence[int] | Int32, loops: int | None, cache_window: int
-    ) -> Int32:
+    def _prefix_args(self, tokens: Sequence[int] | Int32, loops: int | None, cache_window: int) -> Int32:
         """The tokens of a prefix, checked like its depth and window."""
         model, ids = self.engine.model, self.engine.tokens_of(tokens)
         model.view(loops, cache_window)
