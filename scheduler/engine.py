@@ -364,7 +364,9 @@ class Engine:
         """One step for all, unless `live` has ended meanwhile. A request that nothing can move ends with "error"."""
         with self._lock:
             if live.output is None and not live.events and not self.advance():
-                self._end(live, "error", "the pages that it needs are held by sessions outside this engine")
+                self._end(
+                    live, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
+                )
 
     def advance(self) -> bool:
         """One step of the scheduler, the model and the sampler; False if nothing could run. Takes the lock."""

@@ -93,12 +93,18 @@ def stream(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Cal
 
 
 def fit(engine: Engine, tokens: Int32, call: Call) -> None:
-    """ContextTooLong where the prompt and what is asked for do not fit the model."""
+    """ContextTooLong where the prompt and what is asked for do not fit the model, OutOfPages where the pool is smaller."""
     most, wanted = engine.model.max_seq_len, call.params.max_tokens or 1
     if len(tokens) + wanted > most:
         raise ContextTooLong(
             f"{len(tokens)} prompt tokens and max_tokens {wanted} make {len(tokens) + wanted}, and max_seq_len is "
             f"{most}; shorten the prompt, lower max_tokens, or raise max_seq_len"
+        )
+    room = engine.scheduler.capacity_for(engine.model.view(call.loops, call.cache_window))
+    if len(tokens) + wanted > room:
+        raise OutOfPages(
+            f"out of memory: {len(tokens)} prompt tokens and max_tokens {wanted} make {len(tokens) + wanted}, and the "
+            f"whole pool holds {room} at this depth; shorten the prompt, lower max_tokens, or raise num_pages"
         )
 
 
