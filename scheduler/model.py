@@ -177,7 +177,8 @@ class Model:
         if isinstance(prompt, PrefixHandle):
             if pool is not None:
                 raise TypeError("generate_stream takes a handle or a pool, got both")
-            prefix, tokens = self._handle(prompt, call), prompt.tokens
+            self._require_handle(prompt, call)
+            prefix, tokens = prompt, prompt.tokens
         else:
             tokens = self.engine.tokens_of(prompt)
             prefix = None if pool is None else self._match(pool, tokens, call)
@@ -231,7 +232,8 @@ class Model:
             top_p=top_p,
             repetition_penalty=repetition_penalty,
         )
-        return self._run(prefix.tokens, self._handle(prefix, call), call)
+        self._require_handle(prefix, call)
+        return self._run(prefix.tokens, prefix, call)
 
     # Many prefixes --------------------------------------------------------------------------------------------
 
@@ -412,12 +414,11 @@ class Model:
             )
         return ids
 
-    def _handle(self, prefix: PrefixHandle, call: Call) -> PrefixHandle:
-        """A handle that serves the call."""
+    def _require_handle(self, prefix: PrefixHandle, call: Call) -> None:
+        """Refuse what is no handle, and one that does not serve the call."""
         _require(prefix, PrefixHandle, "prefix")
         require_engine(self.engine, prefix)
         prefix.require(self.engine.model.view(call.loops, call.cache_window))
-        return prefix
 
     def _serves(self, prefix: PrefixHandle, view: KVView) -> bool:
         """Whether a registered prefix of that depth and window can be used."""
