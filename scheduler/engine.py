@@ -332,13 +332,25 @@ class Engine:
         # One row is computed again, so that there is one place that reports log probabilities and obeys grammars.
         if params.logprobs is not None or params.grammar is not None:
             return None
-        return sample_one(prefix.logits, params, request.seed, request.num_prompt, request.prompt, [], request.end_ids)
+        try:
+            return sample_one(
+                prefix.logits,
+                params,
+                request.seed,
+                request.num_prompt,
+                request.prompt,
+                [],
+                request.end_ids,
+                request.matcher,
+            )
+        except BadLogits:
+            return None  # the step that computes the row again fails this request alone
 
     def _deliver_first(self, live: Live, token: int) -> None:
         """Hand out a token that no step computed, and end the request if it ends with it."""
         request = live.request
         self.scheduler.stats.generated_tokens += 1
-        ended = token in request.end_ids and request.params.min_tokens < 1
+        ended = token in request.end_ids and (request.params.min_tokens < 1 or request.matcher is not None)
         if ended or len(request.known) >= request.limit:
             self.scheduler.finish(request, "stop" if ended else "length")
         result = StepResult([request], request.known[-1:])

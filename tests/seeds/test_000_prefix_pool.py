@@ -500,7 +500,7 @@ def test_running_out_of_memory_is_a_runtime_error_that_says_so() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
             api.build_prefix_cache(prompt_of(60, seed=2))
         pool = PrefixPool()
-        with pytest.raises(RuntimeError, match="out of memory: 44 prompt tokens and max_tokens 5 make 49, and .* 48"):
+        with pytest.raises(RuntimeError, match=r"out of memory: 44 prompt tokens and max_tokens 5 make 49, and .* 48"):
             api.generate_with_pool(pool, prompt_of(44, seed=2), max_tokens=5)
         with pytest.raises(RuntimeError, match="out of memory: its pages are held by handles"):
             api.generate_with_pool(pool, prompt_of(40, seed=2), max_tokens=4)

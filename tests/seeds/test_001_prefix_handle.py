@@ -1,8 +1,8 @@
 """Seed 001, the page on TinyLoop's PrefixCache: a test for each of its sentences that promises something, and each row
 of its error table.
 
-The seed's names, and ours: Model.build_prefix_cache and Model.generate_from_prefix_cache are methods of scheduler.Model;
-the PrefixCache that they make and take is paged.PrefixHandle, since paged.PrefixCache is the page-granular cache.
+The seed's names, and ours: Model.build_prefix_cache and Model.generate_from_prefix_cache are methods of scheduler.Model
+and make and take a paged.PrefixHandle, since paged.PrefixCache is the page-granular cache.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_another_depth_is_refused_before_anything_runs(api: Model, loops: int) -
 
 
 def test_the_handle_stays_as_it_was_whatever_is_decoded_from_it(api: Model) -> None:
-    """Calls decode in pages of their own: the full ones are shared, the partial one is copied before the first write."""
+    """Calls write into pages of their own: full ones are shared, the partial one is copied before the first write."""
     prefix = api.build_prefix_cache(prompt_of(37), loops=4)
     storage = api.engine.pool.storage
     assert storage is not None
@@ -316,13 +316,13 @@ def test_a_closed_model_says_so_in_both_calls() -> None:
 def test_a_depth_mismatch_names_both_depths() -> None:
     with opened() as api:
         prefix = api.build_prefix_cache(prompt_of(5), loops=4)
-        with pytest.raises(RuntimeError, match="loops mismatch: .* built at 4 loops, the call asks for 8"):
+        with pytest.raises(RuntimeError, match=r"loops mismatch: .* built at 4 loops, the call asks for 8"):
             api.generate_from_prefix_cache(prefix)  # no depth is the model's default, as everywhere
 
 
 def test_a_window_mismatch_names_both_windows(api: Model) -> None:
     prefix = api.build_prefix_cache(prompt_of(5), cache_window=20)
-    with pytest.raises(RuntimeError, match="cache_window mismatch: .* built with 20, the call asks for 0"):
+    with pytest.raises(RuntimeError, match=r"cache_window mismatch: .* built with 20, the call asks for 0"):
         api.generate_from_prefix_cache(prefix)
 
 
