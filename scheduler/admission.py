@@ -69,8 +69,9 @@ class Admission:
         cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, request.view.num_groups
         assert cursor is not None
         matched = cache.seek(cursor, request.known)
-        if request.prefix is not None and matched < min(request.prefix.num_tokens, len(request.known) - 1):
-            return self._from_prefix(request.prefix, request, spare)
+        prefix = request.prefix
+        if prefix is not None and matched < _position(prefix, request) and _reaches(prefix, request):
+            return self._from_prefix(prefix, request, spare)
         offered = self.sharing.follow(request)
         if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
             depth = len(cursor.nodes)
@@ -138,7 +139,7 @@ class Admission:
     def _from_prefix(self, prefix: PrefixHandle, request: Request, spare: int) -> Placement | None:
         """Start behind a prefix that a handle keeps, or one token short of the prompt: whole pages are shared, a
         partial one is copied."""
-        pool, view, matched = self.pool, request.view, min(prefix.num_tokens, len(request.known) - 1)
+        pool, view, matched = self.pool, request.view, _position(prefix, request)
         whole, rows = divmod(matched, pool.page_size)
         table = np.full((self.num_groups, prefix.page_table.shape[1]), -1, np.int32)
         table[view.groups] = prefix.page_table[view.groups]
@@ -178,6 +179,18 @@ class Admission:
         return columns
 
 
+def _position(prefix: PrefixHandle, request: Request) -> int:
+    """Where a request that starts from a prefix computes its first row."""
+    return min(prefix.num_tokens, len(request.known) - 1)
+
+
 def _reaches(prefix: PrefixHandle, request: Request) -> bool:
-    """Whether a request can start from a prefix: a recurrent state stands behind its last token, and nowhere else."""
-    return prefix.snapshot_at is None or prefix.snapshot_at < len(request.known)
+    """Whether a request can start from a prefix. Behind its last token it can; one short of it, a recurrent state is
+    not there any more, and a window may have left pages that are seen from there."""
+    at, size, view = _position(prefix, request), prefix.pool.page_size, request.view
+    if at == prefix.num_tokens:
+        return True
+    if prefix.snapshot_at is not None:
+        return False
+    seen = np.arange(-(-at // size)) >= view.first_columns(at, size)[view.groups, None]
+    return bool((prefix.page_table[view.groups, : seen.shape[1]] >= 0)[seen].all())

@@ -93,7 +93,7 @@ def stream(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Cal
 
 
 def fit(engine: Engine, tokens: Int32, call: Call) -> None:
-    """ContextTooLong where the prompt and what is asked for do not fit the model, OutOfPages where the pool is smaller."""
+    """ContextTooLong where the prompt and what is asked for do not fit the model, OutOfPages where not the pool."""
     most, wanted = engine.model.max_seq_len, call.params.max_tokens or 1
     if len(tokens) + wanted > most:
         raise ContextTooLong(

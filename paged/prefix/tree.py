@@ -215,6 +215,8 @@ class PageTree:
                 stats.num_collisions += 1
                 cursor.closed = True
                 break
+            if self._held_elsewhere(pages[:, column]):
+                break
             own = tokens[column * size : (column + 1) * size]
             if (
                 column == first and int(pages[cursor.view.groups, column].min()) >= 0
@@ -248,6 +250,8 @@ class PageTree:
         key = index.hash_page(parent, rows.astype("<i4", copy=False).tobytes())
         if key in index.by_key:
             self.stats.num_collisions += 1
+            return
+        if self._held_elsewhere(pages):
             return
         self._supersede(cursor, rows)
         while self.max_pages and self.held_pages + len(pages) > self.max_pages:
@@ -302,6 +306,10 @@ class PageTree:
             self.stats.inserted_pages += 1
         differs = (theirs != ours) & (theirs >= 0) & (ours >= 0)
         return np.where(differs, theirs, ours) if differs.any() else None
+
+    def _held_elsewhere(self, pages: Int32) -> bool:
+        """Whether one of `pages` is held already: for another namespace, by a session that went deeper from there."""
+        return bool(self.pool.held[pages[pages >= 0]].any())
 
     def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> None:
         if cursor.chain not in self._chains:
