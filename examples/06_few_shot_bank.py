@@ -12,13 +12,15 @@ from __future__ import annotations
 from paged import Grammar, PrefixPool
 from scheduler import Model
 
-TASK = "Say whether a review is good or bad.\n\n"
+# A template ends where a token surely ends, in front of white space: "\n\n" at the end of a text is another token than
+# in front of a word.
+TASK = "Say whether a review is good or bad."
 SHOTS = [
-    "Review: The soup was cold and the waiter was rude.\nVerdict: bad\n\n",
-    "Review: A lovely room, and the best breakfast of the trip.\nVerdict: good\n\n",
-    "Review: We waited two hours for one small pizza.\nVerdict: bad\n\n",
-    "Review: Clean, quiet, and close to the station.\nVerdict: good\n\n",
-    "Review: The bed was broken and nobody cared.\nVerdict: bad\n\n",
+    "\n\nReview: The soup was cold and the waiter was rude.\nVerdict: bad",
+    "\n\nReview: A lovely room, and the best breakfast of the trip.\nVerdict: good",
+    "\n\nReview: We waited two hours for one small pizza.\nVerdict: bad",
+    "\n\nReview: Clean, quiet, and close to the station.\nVerdict: good",
+    "\n\nReview: The bed was broken and nobody cared.\nVerdict: bad",
 ]
 REVIEWS = [
     "The staff remembered our names, and the cake was wonderful.",
@@ -32,12 +34,13 @@ def main() -> None:
         for count in (0, 1, 3, 5):
             model.register_prefix(bank, model.encode(TASK + "".join(SHOTS[:count])))
         print(
-            f"{bank.size()} templates of {bank.total_cached_tokens()} tokens, {bank.unique_cached_tokens()} of them once"
+            f"{bank.size()} templates of {bank.total_cached_tokens()} tokens in all, "
+            f"{bank.unique_cached_tokens()} of them are kept"
         )
         assert bank.unique_cached_tokens() < bank.total_cached_tokens()
 
         for review in REVIEWS:
-            tokens = model.encode(TASK + "".join(SHOTS) + f"Review: {review}\nVerdict:")
+            tokens = model.encode(TASK + "".join(SHOTS) + f"\n\nReview: {review}\nVerdict:")
             entry = bank.match(tokens)
             assert entry is not None
             verdict = model.generate_with_pool(
