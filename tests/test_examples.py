@@ -33,7 +33,7 @@ def test_the_code_of_the_readme_runs_as_it_stands(smollm2) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["caching", "sampling"])
+@pytest.mark.parametrize("page", ["caching", "sampling", "which-api"])
 def test_the_code_of_a_page_runs_as_it_stands(page: str, smollm2, tmp_path) -> None:
     text = (EXAMPLES[0].parent.parent / "docs" / f"{page}.md").read_text(encoding="utf-8")
     code = "\n".join(block.split("```", 1)[0] for block in text.split("```python\n")[1:])
