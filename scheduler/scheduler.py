@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
+from paged.prefix.index import Cursor
+from paged.prefix.step_pages import publish_next
 from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission, Placement
 from scheduler.checkpointer import Checkpointer
@@ -201,7 +204,7 @@ class Scheduler:
         check(plan is self._in_flight, "commit() of a plan that is not in flight")
         check(len(tokens) == len(plan.sample_slots), "commit() needs one token for each of plan.sample_slots")
         self._in_flight = None
-        state, size = self.state, self.pool.page_size
+        state = self.state
         before = state.computed[plan.slots]
         after = before + plan.num_tokens
         state.computed[plan.slots] = after
@@ -211,8 +214,7 @@ class Scheduler:
             for slot in plan.slots[after == state.stop[plan.slots]].tolist():
                 self.checkpointer.reached(self.request_at(slot))
         elif self.cache is not None:
-            for i in np.flatnonzero(after // size > before // size).tolist():
-                self._publish(self.request_at(int(plan.slots[i])), int(after[i]))
+            self._publish_step(plan.slots, before, after)
         state.leave(plan.slots)
         sampled = plan.sample_slots
         known = state.known[sampled]
@@ -220,7 +222,8 @@ class Scheduler:
         known += 1
         state.known[sampled] = known
         self.stats.generated_tokens += len(sampled)
-        requests = [self.request_at(slot) for slot in sampled.tolist()]
+        at = state.requests
+        requests = cast("list[Request]", [at[slot] for slot in sampled.tolist()])
         self.sharing.settle(requests)
         ended = (state.end_ids[sampled] == tokens[:, None]).any(axis=1) & (known > state.min_known[sampled])
         full = known >= state.limit[sampled]
@@ -355,6 +358,25 @@ class Scheduler:
                 self.cache.count_checkpoint(request.num_prompt, matched)
             else:
                 self.cache.count(request.cursor, request.num_prompt)
+
+    def _publish_step(self, slots: Int32, before: Int32, after: Int32) -> None:
+        """Enter the pages that a step filled; mostly that is one page of some requests that decode."""
+        size = self.pool.page_size
+        filled = np.flatnonzero(after // size > before // size)
+        if not len(filled) or self.cache is None:
+            return
+        slots, columns = slots[filled], after[filled] // size - 1
+        requests = [self.request_at(slot) for slot in slots.tolist()]
+        rows = columns[:, None] * size + np.arange(size)
+        tokens = self.state.tokens[slots[:, None], rows]
+        pages = self.state.page_table[:, slots, columns]
+        cursors = [request.cursor for request in requests]
+        if any(cursor is None for cursor in cursors):
+            left = list(range(len(requests)))
+        else:
+            left = publish_next(self.cache, cast("list[Cursor]", cursors), columns, tokens, pages)
+        for i in left:
+            self._publish(requests[i], int(after[filled[i]]))
 
     def _publish(self, request: Request, computed: int) -> None:
         """Enter the pages that this step filled; where another request was first, use its page instead."""

@@ -149,10 +149,16 @@ class PagePool:
 
     def hold(self, ids: Int32) -> None:
         """The cache becomes a holder of each page of `ids` (distinct, live, not held yet)."""
-        if self.held[ids].any() or (self.refs[ids] < 1).any():
+        if len(ids) == 1:  # what one request publishes in a step: numpy costs ten times as much for one id as for its place
+            page = int(ids[0])
+            good = not self.held[page] and self.refs[page] >= 1
+        else:
+            page = ids
+            good = not self.held[ids].any() and int(self.refs[ids].min(initial=1)) >= 1
+        if not good:
             raise ValueError("the cache can hold only live pages, and each of them once")
-        self.refs[ids] += 1
-        self.held[ids] = True
+        self.refs[page] += 1
+        self.held[page] = True
 
     def unhold(self, ids: Int32) -> None:
         """The cache gives up each page of `ids` (distinct, held); those without other holders become free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -199,12 +199,46 @@ class PrefixIndex:
         self._next_birth += 1
         return node
 
+    def add_pages(self, cursors: Sequence[Cursor], keys: Sequence[Hashable], tokens: Int32, pages: Int32) -> None:
+        """`add` of a full page below the last node of each cursor; different keys, and parents without children.
+
+        tokens int32 [n, page_size], pages int32 [num_groups, n]. The arrays are written once for all.
+        """
+        count = len(cursors)
+        while len(self._free) < count:
+            self._grow()
+        nodes = [self._free.pop() for _ in range(count)]
+        parents = [cursor.nodes[-1] for cursor in cursors]
+        births = range(self._next_birth, self._next_birth + count)
+        self._next_birth += count
+        for cursor, key, node, parent, birth in zip(cursors, keys, nodes, parents, births, strict=True):
+            self.by_key[key] = node
+            self.keys[node] = key
+            cursor.nodes.append(node)
+            cursor.births.append(birth)
+        at = np.array(nodes, np.int32)
+        self.parent[at] = parents
+        np.add.at(self.children, parents, 1)
+        self.children[at] = 0
+        self.birth[at] = births
+        self.chain[at] = [cursor.chain for cursor in cursors]
+        self.window[at] = [cursor.view.cache_window for cursor in cursors]
+        self.rows[at] = self.page_size
+        self.tokens[at] = tokens
+        for parent, node in zip(parents, nodes, strict=True):
+            self.siblings.add(parent, node)
+        self.pages[at] = np.moveaxis(pages, 0, 1)
+        present = pages >= 0
+        own = pages[present]
+        if len(own) and int(own.max()) >= len(self.node_of_page):
+            self._grow_pages(int(own.max()))
+        self.node_of_page[own] = np.broadcast_to(at, pages.shape)[present]
+        self.num_pages += len(own)
+
     def fill(self, node: int, group: int, page: int) -> None:
         """Give `node` the page of a group that it lacks. O(1) amortised."""
         if page >= len(self.node_of_page):
-            grown = np.full(max(2 * len(self.node_of_page), page + 1), NO_NODE, np.int32)
-            grown[: len(self.node_of_page)] = self.node_of_page
-            self.node_of_page = grown
+            self._grow_pages(page)
         self.pages[node, group] = page
         self.node_of_page[page] = node
         self.num_pages += 1
@@ -296,6 +330,11 @@ class PrefixIndex:
             self._root_of[root] = namespace
             self._root_children[root] = 0
         return root
+
+    def _grow_pages(self, page: int) -> None:
+        grown = np.full(max(2 * len(self.node_of_page), page + 1), NO_NODE, np.int32)
+        grown[: len(self.node_of_page)] = self.node_of_page
+        self.node_of_page = grown
 
     def _grow(self) -> None:
         old, used = len(self.keys), self.__dict__.copy()

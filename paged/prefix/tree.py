@@ -215,12 +215,12 @@ class PageTree:
                 stats.num_collisions += 1
                 cursor.closed = True
                 break
-            if self._held_elsewhere(pages[:, column]):
+            ids: list[int] = pages[:, column].tolist()
+            if self._held_elsewhere(ids):
                 break
             own = tokens[column * size : (column + 1) * size]
-            if (
-                column == first and int(pages[cursor.view.groups, column].min()) >= 0
-            ):  # what follows has a new parent, without children
+            whole = self.num_groups - ids.count(NO_PAGE) == cursor.view.num_groups
+            if column == first and whole:  # what follows has a new parent, without children
                 self._supersede(cursor, own)
             self._enter(cursor, key, own, pages[:, column], preview)
         if self.listen is not None and len(cursor.nodes) > first:
@@ -251,7 +251,7 @@ class PageTree:
         if key in index.by_key:
             self.stats.num_collisions += 1
             return
-        if self._held_elsewhere(pages):
+        if self._held_elsewhere(pages.tolist()):
             return
         self._supersede(cursor, rows)
         while self.max_pages and self.held_pages + len(pages) > self.max_pages:
@@ -307,20 +307,25 @@ class PageTree:
         differs = (theirs != ours) & (theirs >= 0) & (ours >= 0)
         return np.where(differs, theirs, ours) if differs.any() else None
 
-    def _held_elsewhere(self, pages: Int32) -> bool:
+    def _held_elsewhere(self, pages: list[int]) -> bool:
         """Whether one of `pages` is held already: for another namespace, by a session that went deeper from there."""
-        return bool(self.pool.held[pages[pages >= 0]].any())
+        held = self.pool.held
+        return any(held[page] for page in pages if page >= 0)
 
     def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> None:
-        if cursor.chain not in self._chains:
-            self._open_chain(cursor, preview)
-        self.index.add(cursor, key, tokens, pages)
         own = pages[pages >= 0]
+        self._count(cursor, len(tokens), len(own), preview)
+        self.index.add(cursor, key, tokens, pages)
         self.pool.hold(np.ascontiguousarray(own))
         self.stats.inserted_pages += len(own)
+
+    def _count(self, cursor: Cursor, num_tokens: int, num_pages: int, preview: str) -> None:
+        """What a sequence is about to enter belongs to its donation; it begins one where it has none."""
+        if cursor.chain not in self._chains:
+            self._open_chain(cursor, preview)
         chain = self._chains[cursor.chain]
-        chain.num_tokens += len(tokens)
-        chain.num_pages += len(own)
+        chain.num_tokens += num_tokens
+        chain.num_pages += num_pages
 
     def _open_chain(self, cursor: Cursor, preview: str) -> None:
         cursor.chain = self._next_chain
