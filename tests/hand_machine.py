@@ -41,6 +41,8 @@ class HandMachine(RuleBasedStateMachine):
     bounds: tuple[int, ...] = (0, 0, 0, 5)
     states: tuple[int, ...] = (16, 3, 2)
     budgets: tuple[int | None, ...] = (None, None, 2, 6)
+    times: tuple[float | None, ...] = (None, 2, 5)  # of pins
+    priorities: tuple[int, ...] = (0, 1, 2)
 
     @initialize(
         data=st.data(),
@@ -445,9 +447,10 @@ class HandMachine(RuleBasedStateMachine):
     # Pins ---------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.cached)
-    @rule(n=st.integers(0, 99), tail=tails, ttl=st.sampled_from([None, 2, 5]), priority=st.integers(0, 2))
-    def pin(self, n: int, tail: list[int], ttl: float | None, priority: int) -> None:
+    @rule(n=st.integers(0, 99), tail=tails, data=st.data())
+    def pin(self, n: int, tail: list[int], data) -> None:
         """Pin something that is cached, or more than that."""
+        ttl, priority = data.draw(st.sampled_from(self.times)), data.draw(st.sampled_from(self.priorities))
         entries = [*sorted(self.cached), ("", (), 0)]
         namespace, prefix, _ = entries[n % len(entries)]
         tokens, budget = [*prefix, *tail], self.cache.pins.max_pages

@@ -68,11 +68,28 @@ class FewCheckpoints(Checkpoints):
     fork = branch = begin = publish = save_and_load = load_elsewhere = drop = release_cache = press = None
 
 
-class Pinning(HandMachine):
+class Pinning(Pages):
     """Little else than pins: a fault in them shows only after several calls."""
 
     budgets = (2, 4, None)
     fork = branch = begin = publish = save_and_load = load_elsewhere = drop = release_cache = None
+
+
+class Rivals(Pinning):
+    """Pins without end that compete for few pages."""
+
+    budgets = (2,)
+    times = (None,)
+    priorities = (1, 1, 0)
+    open = extend = insert = let_go = evict = press = ask = unpin = wait = None
+
+
+class ShortPins(Pinning):
+    """Pins that end soon, and room that is needed then."""
+
+    budgets = (None,)
+    times = (1, 2)
+    open = run = extend = insert = let_go = ask = unpin = None
 
 
 class Cursors(Pages):
@@ -281,8 +298,8 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (HandMachine, a_drop_forgets_the_pins),
     (Pinning, a_pinned_page_is_evicted),
     (FewCheckpoints, a_pinned_checkpoint_is_evicted),
-    (Pinning, a_pin_never_expires),
-    (Pinning, a_pin_displaces_its_equals),
+    (ShortPins, a_pin_never_expires),
+    (Rivals, a_pin_displaces_its_equals),
     (Windows, a_window_gives_a_page_back_too_early),
     (Windows, a_match_ignores_what_the_window_needs),
     (Windows, places_without_pages_are_left),
@@ -308,6 +325,6 @@ def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Pages, Exact, Windows, FewCheckpoints, Pinning])
+@pytest.mark.parametrize("machine", [Pages, Exact, Windows, FewCheckpoints, Pinning, Rivals, ShortPins])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=120))

@@ -130,8 +130,8 @@ def a_match_goes_to_the_prompts_end(patch: Patch) -> None:
 
 
 def namespaces_are_ignored(patch: Patch) -> None:
-    real = PrefixCache.cursor
-    patch.setattr(PrefixCache, "cursor", lambda self, namespace="", **fields: real(self, "", **fields))
+    real = PrefixCache.namespace_key
+    patch.setattr(PrefixCache, "namespace_key", lambda self, namespace="", **fields: real(self, "", **fields))
 
 
 def the_bound_is_ignored(patch: Patch) -> None:
