@@ -74,10 +74,10 @@ class Admission:
             return self._from_prefix(prefix, request, spare)
         offered = self.sharing.follow(request)
         if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
-            depth = len(cursor.nodes)
+            depth = cursor.depth
             cache.seek(cursor, request.known, exact=False)
-            offered = offered if len(cursor.nodes) == depth else None
-        if self.sharing.awaits(request, len(cursor.nodes) + (0 if offered is None else offered.shape[1])):
+            offered = offered if cursor.depth == depth else None
+        if self.sharing.awaits(request, cursor.depth + (0 if offered is None else offered.shape[1])):
             return None
         room = self._room_for(cache, request, offered, spare)
         if 0 <= room < groups and cursor.rows:  # the page to copy from may have to go to make room
@@ -109,9 +109,9 @@ class Admission:
         """Pages that would be left of those to be had, once `request` had all of its own and what it attaches."""
         cursor = request.cursor
         assert cursor is not None
-        columns = len(cursor.nodes) + (0 if offered is None else offered.shape[1])
+        columns = cursor.depth + (0 if offered is None else offered.shape[1])
         fresh = (-(-len(request.known) // self.pool.page_size) - columns) * request.view.num_groups
-        return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.nodes else 0)
+        return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.depth else 0)
 
     def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
         store, pool, groups = checkpointer.store, self.pool, self.num_groups

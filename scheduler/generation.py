@@ -42,8 +42,6 @@ class Call:
         by_hand = self.num_beams > 1 or self.draft_loops > 0
         if self.num_beams > 1 and self.draft_loops:
             raise ValueError("num_beams and draft_loops cannot be combined: beams have no single draft to verify")
-        if by_hand and self.params.grammar is not None:
-            raise ValueError("beam search and drafting keep to no grammar: give num_beams 1 and draft_loops 0, or none")
         if by_hand and self.params.stop:
             raise ValueError(
                 "beam search and drafting end at token ids: give stop_sequences as token ids, not as strings"

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged.matcher import GrammarMatcher
+from paged.prefix.cursor import Cursor
 from paged.prefix.handles import PrefixHandle
-from paged.prefix.index import Cursor
 from paged.sampling import SamplingParams
 from paged.spec import KVSpec, KVView
 

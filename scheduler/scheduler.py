@@ -12,7 +12,7 @@ from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
-from paged.prefix.index import Cursor
+from paged.prefix.cursor import Cursor
 from paged.prefix.step_pages import publish_next
 from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission, Placement

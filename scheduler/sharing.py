@@ -38,8 +38,8 @@ class StepSharing:
         if cursor is None or not cursor.open:
             return
         computed = int(state.computed[slot])
-        first, last = len(cursor.nodes), (computed + num_tokens) // size
-        parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
+        first, last = cursor.depth, (computed + num_tokens) // size
+        parent: Hashable = cursor.last if cursor.depth else cursor.namespace
         tokens = state.tokens[slot]
         for column in range(first, last):
             key = (parent, request.view.loops, tokens[column * size : (column + 1) * size].tobytes())
@@ -54,9 +54,9 @@ class StepSharing:
         cursor, known, size = request.cursor, request.known, self.page_size
         if cursor is None or not self._offered:
             return None
-        parent: Hashable = cursor.nodes[-1] if cursor.nodes else cursor.namespace
+        parent: Hashable = cursor.last if cursor.depth else cursor.namespace
         pages: list[Int32] = []
-        for column in range(len(cursor.nodes), (len(known) - 1) // size):
+        for column in range(cursor.depth, (len(known) - 1) // size):
             key = (parent, request.view.loops, known[column * size : (column + 1) * size].tobytes())
             found = self._offered.get(key)
             if found is None:
@@ -70,7 +70,8 @@ class StepSharing:
         cursor = request.cursor
         if cursor is not None and cursor.open:
             self._owners.add(request.id)
-            for key in cursor.keys[len(cursor.nodes) :]:
+            known = request.known
+            for key in cursor.keys_to(known, (len(known) - 1) // self.page_size)[cursor.depth :]:
                 if not self._is_expected(key, request):
                     self._expected[key] = request
 
@@ -88,9 +89,9 @@ class StepSharing:
     def awaits(self, request: Request, num_pages: int) -> bool:
         """Whether page `num_pages` of the waiting `request` is being computed by a running one that will publish it."""
         cursor = request.cursor
-        if cursor is None or num_pages >= (len(request.known) - 1) // self.page_size:
+        if cursor is None or not self._expected or num_pages >= (len(request.known) - 1) // self.page_size:
             return False
-        return self._is_expected(cursor.keys[num_pages], request)
+        return self._is_expected(cursor.keys_to(request.known, num_pages + 1)[num_pages], request)
 
     def _is_expected(self, key: Hashable, request: Request) -> bool:
         """Whether a running request will publish the page of this key at the depth of `request` or a greater one."""

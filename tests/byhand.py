@@ -92,3 +92,22 @@ def growing_pool(model: EchoModel, num_pages: int, max_pages: int, page_size: in
     pool = PagePool(num_pages, page_size, PageStorage(model.spec, num_pages, page_size), max_pages)
     pool.fingerprint = model.fingerprint
     return pool
+
+
+class CountingLookup:
+    """Counts the calls of a look-up and the pages that they were about."""
+
+    def __init__(self, real) -> None:
+        self.real = real
+        self.calls = self.pages = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.real, name)
+
+    def __len__(self) -> int:
+        return len(self.real)
+
+    def match(self, parent: int, tokens, num_pages: int, *nodes):
+        self.calls += 1
+        self.pages += num_pages
+        return self.real.match(parent, tokens, num_pages, *nodes)

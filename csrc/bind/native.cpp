@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "paged/page_lookup.h"
 #include "paged/plan.h"
 #include "paged/thread_pool.h"
 
@@ -131,6 +132,40 @@ void copy_pages(const Pages& pages, Int32s src, Int32s dst) {
   run_copy(pages, src.data(), dst.data(), int32_t(src.shape(0)), num_threads());
 }
 
+// A PageLookup whose arguments are checked.
+struct BoundLookup {
+  int32_t page_size;
+  PageLookup lookup;
+
+  BoundLookup(int32_t size, uint64_t seed) : page_size(size), lookup(size, seed) {
+    if (size < 1) throw std::invalid_argument("page_size must be at least 1");
+  }
+
+  void insert(int32_t node, int32_t parent, Int32s tokens) {
+    if (node < 0 || tokens.shape(0) != size_t(page_size))
+      throw std::invalid_argument("a node needs a number from 0 on and exactly one page of tokens");
+    lookup.insert(node, parent, tokens.data());
+  }
+
+  // One page each, in order: a parent may be a node of the same call.
+  void insert_all(Int32s nodes, Int32s parents, Table tokens) {
+    if (nodes.shape(0) != parents.shape(0) || nodes.shape(0) != tokens.shape(0) || tokens.shape(1) != size_t(page_size))
+      throw std::invalid_argument("nodes, parents and pages of tokens must be equally many");
+    for (size_t i = 0; i < nodes.shape(0); ++i)
+      lookup.insert(nodes.data()[i], parents.data()[i], tokens.data() + i * page_size);
+  }
+
+  auto match(int32_t parent, Int32s tokens, int64_t num_pages, Table node_tokens, Int32s node_parent) {
+    if (num_pages < 0 || num_pages * page_size > int64_t(tokens.shape(0)) || node_tokens.shape(1) != size_t(page_size) ||
+        node_tokens.shape(0) != node_parent.shape(0))
+      throw std::invalid_argument("match needs num_pages pages of tokens, and tokens and parent of every node");
+    auto* found = new int32_t[num_pages + 1];
+    nb::capsule owner(found, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+    const int64_t n = lookup.match(parent, tokens.data(), num_pages, node_tokens.data(), node_parent.data(), found);
+    return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(found, {size_t(n)}, owner);
+  }
+};
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -176,6 +211,17 @@ NB_MODULE(_native, m) {
       .def("delta", &Kernels::delta)
       .def("read_each", &Kernels::read_each, "The same for pieces of `bytes` bytes at each of the addresses.")
       .def("read", &Kernels::read, "Read bytes with plain vector loads on all threads: the bound of any kernel.");
+
+  nb::class_<BoundLookup>(m, "PageLookup", "From a page's parent and tokens to its node.")
+      .def(nb::init<int32_t, uint64_t>(), nb::arg("page_size"), nb::arg("seed"))
+      .def("insert", &BoundLookup::insert, nb::arg("node"), nb::arg("parent"), nb::arg("tokens").noconvert())
+      .def("insert_all", &BoundLookup::insert_all, nb::arg("nodes").noconvert(), nb::arg("parents").noconvert(),
+           nb::arg("tokens").noconvert())
+      .def("erase", [](BoundLookup& b, int32_t node) { return b.lookup.erase(node); }, nb::arg("node"))
+      .def("clear", [](BoundLookup& b) { b.lookup.clear(); })
+      .def("match", &BoundLookup::match, nb::arg("parent"), nb::arg("tokens").noconvert(), nb::arg("num_pages"),
+           nb::arg("node_tokens").noconvert(), nb::arg("node_parent").noconvert())
+      .def("__len__", [](const BoundLookup& b) { return b.lookup.size(); });
 
   m.def("copy_pages", &copy_pages, nb::arg("pages"), nb::arg("src").noconvert(), nb::arg("dst").noconvert());
   m.def("num_threads", &num_threads);

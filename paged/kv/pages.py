@@ -149,7 +149,9 @@ class PagePool:
 
     def hold(self, ids: Int32) -> None:
         """The cache becomes a holder of each page of `ids` (distinct, live, not held yet)."""
-        if len(ids) == 1:  # what one request publishes in a step: numpy costs ten times as much for one id as for its place
+        if (
+            len(ids) == 1
+        ):  # what one request publishes in a step: numpy costs ten times as much for one id as for its place
             page = int(ids[0])
             good = not self.held[page] and self.refs[page] >= 1
         else:

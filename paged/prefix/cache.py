@@ -110,7 +110,7 @@ class PrefixCache(PageTree):
         if self.checkpoints is not None:
             return self._attach_checkpoint(session, prompt)
         cursor = self.cursor(session.namespace, session.view)
-        matched = self.seek(cursor, prompt, lazy=True)
+        matched = self.seek(cursor, prompt)
         pages = self.take(cursor)
         if cursor.rows:
             try:
@@ -153,7 +153,7 @@ class PrefixCache(PageTree):
         if self.checkpoints is not None:
             found = self.checkpoints.find(self.namespace_key(namespace, **view.fields), prompt)
             return 0 if found is None else found.num_tokens
-        return self.seek(self.cursor(namespace, view), prompt, lazy=True)
+        return self.seek(self.cursor(namespace, view), prompt)
 
     def checkpoint_at(self, session: Session, tokens: object, matched: int, stable_at: int = 0) -> int:
         """The position to stop the prefill of `tokens` at, so that `insert` there serves later prompts; 0: nowhere.

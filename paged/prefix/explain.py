@@ -10,7 +10,7 @@ from paged.spec import KVView
 
 if TYPE_CHECKING:
     from paged.prefix.cache import PrefixCache
-    from paged.prefix.index import Cursor
+    from paged.prefix.cursor import Cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def _paged(cache: PrefixCache, prompt: Int32, namespace: str, view: KVView, matc
 
 def _evicted_rows(cache: PrefixCache, cursor: Cursor, prompt: Int32) -> int:
     """Most tokens of the page right below the cursor that an evicted page held; 0: none is remembered."""
-    size, depth, index = cache.pool.page_size, len(cursor.nodes), cache.index
-    above = cursor.keys[depth - 1] if depth else cursor.root
+    size, depth, index = cache.pool.page_size, cursor.depth, cache.index
+    above = cursor.key_above()
     rest = prompt[depth * size : (depth + 1) * size].astype("<i4", copy=False)
     lengths = range(len(rest), 0, -1) if cache.exact else [size] * (len(rest) == size)
     return next((n for n in lengths if index.hash_page(above, rest[:n].tobytes()) in cache.evicted), 0)

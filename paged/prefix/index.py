@@ -3,62 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from paged.errors import check
-from paged.prefix.hashing import Int32, PageHash, extend_keys, root_hash
+from paged.prefix.cursor import NO_NODE, Cursor, Epoch
+from paged.prefix.hashing import Int32, PageHash, root_hash
+from paged.prefix.lookup import PageLookup, make_lookup
 from paged.prefix.siblings import Siblings
 from paged.spec import KVView
 
-NO_NODE = -1
-_FIRST_KEYS = 16  # pages that a lazy look-up hashes before its first look; then twice as many, and so on
 NO_PAGE = -1
-
-
-class Epoch:
-    """The time between two clearings of a namespace. Rows computed in one that is over may be of other weights."""
-
-    __slots__ = ("__weakref__", "over")
-
-    def __init__(self) -> None:
-        self.over = False
-
-
-@dataclass(slots=True)
-class Cursor:
-    """Where one token sequence stands in the index: its page keys, and the nodes that its leading pages match.
-
-    A scheduler keeps one for each request, so that nothing is hashed or looked up twice. `births` tells a node from
-    a later one in the same place. A closed cursor publishes no more (a collision, or its chain was evicted); nor does
-    one of an epoch that is over, whose nodes may even be other pages by now.
-    """
-
-    namespace: bytes
-    root: Hashable
-    view: KVView
-    epoch: Epoch = field(default_factory=Epoch)
-    keys: list[Hashable] = field(default_factory=list[Hashable])
-    nodes: list[int] = field(default_factory=list[int])
-    births: list[int] = field(default_factory=list[int])
-    near: int = NO_NODE  # the page below the last node that shares `rows` more tokens
-    rows: int = 0
-    chain: int = 0
-    closed: bool = False
-
-    @property
-    def open(self) -> bool:
-        """Whether pages computed below this cursor may still enter the index."""
-        return not (self.closed or self.epoch.over)
-
-    def restart(self) -> None:
-        """Back to the root, for a sequence that lost its pages; its page keys are kept."""
-        self.nodes.clear()
-        self.births.clear()
-        self.rows = 0
-        self.closed = False
 
 
 class PrefixIndex:
@@ -66,8 +22,8 @@ class PrefixIndex:
 
     Node n holds `pages[n]` (int32 [num_groups]), `tokens[n]` (int32 [page_size]), its parent, the number of its
     children, and the tick at which its last user left. The parent of a first page is a negative number that stands
-    for its namespace. A look-up goes key by key through the dictionary and then compares parents and tokens of the
-    whole run at once, so a hash never decides.
+    for its namespace. A look-up follows parents and tokens (see PageLookup): a hash routes it and never decides. Keys, the
+    chained hashes of pages, are names for the world outside (events, files, what was evicted) and for nothing else.
 
     A node with fewer than page_size `rows` is a tail: the last, partial page of a donation, which never has children.
     A node may lack the page of a group with a sliding window (NO_PAGE): then a prefix can continue through it, and a
@@ -75,7 +31,8 @@ class PrefixIndex:
     a looped model: then it serves sequences of less depth. `window[n]` is the cache window of its namespace.
 
     Invariants (`check()`): each key leads to a live node and back; the key is the hash of the parent's key and the
-    node's tokens; parents are live and full; children counts are exact; no page id stands twice; those of `siblings`.
+    node's tokens; parents are live and full; children counts are exact; no page id stands twice; each full node, and no
+    other, is found by its parent and tokens; those of `siblings`.
     """
 
     def __init__(self, page_size: int, num_groups: int, hash_page: PageHash, num_pages: int = 64) -> None:
@@ -87,6 +44,7 @@ class PrefixIndex:
         self.tick = 0
         self.num_pages = 0  # page ids in all nodes
         self.siblings = Siblings(self)
+        self.lookup: PageLookup = make_lookup(page_size)
         self._epochs: WeakValueDictionary[bytes, Epoch] = WeakValueDictionary()  # of the namespaces with cursors
         self._next_birth = 1
         self._free: list[int] = []
@@ -116,54 +74,34 @@ class PrefixIndex:
         epoch = self._epochs.get(namespace)
         if epoch is None:
             epoch = self._epochs[namespace] = Epoch()
-        return Cursor(namespace, root_hash(namespace), view, epoch)
+        return Cursor(self, namespace, root_hash(namespace), view, epoch)
 
     def closest(self, cursor: Cursor, tokens: Int32) -> tuple[int, int]:
         """The page right below the cursor that shares most leading tokens with `tokens`, and how many; (-1, 0): none.
 
         O(log children).
         """
-        parent = cursor.nodes[-1] if cursor.nodes else self._roots.get(cursor.namespace)
+        parent = cursor.last if cursor.depth else self._roots.get(cursor.namespace)
         return (NO_NODE, 0) if parent is None else self.siblings.closest(parent, tokens[: self.page_size])
 
-    def seek(self, cursor: Cursor, tokens: Int32, limit: int, lazy: bool = False) -> int:
+    def seek(self, cursor: Cursor, tokens: Int32, limit: int) -> int:
         """Move the cursor as deep as the first `limit` pages of `tokens` are cached; returns the pages matched.
 
-        Touches nothing. O(pages not hashed or looked up before); when nothing changed since the last call, O(1). A
-        `lazy` one hashes little more than what is cached, and so leaves the keys of the rest out.
+        Touches nothing. O(pages not looked up before), in one native call; when nothing changed since the last, O(1).
         """
-        nodes, births = cursor.nodes, cursor.births
-        while nodes and (len(nodes) > limit or self.birth[nodes[-1]] != births[-1]):
-            nodes.pop()
-            births.pop()
-        start, get, keys = len(nodes), self.by_key.get, cursor.keys
-        found: list[int] = []
-        step = _FIRST_KEYS if lazy else limit
-        end = start
-        while end < limit and len(found) == end - start:
-            end = min(limit, end + step)
-            extend_keys(keys, cursor.root, tokens[: end * self.page_size], self.page_size, self.hash_page)
-            for column in range(start + len(found), end):
-                node = get(keys[column])
-                if node is None:
-                    break
-                found.append(node)
-            step *= 2
-        if found:
-            good = self._verified(cursor, tokens, start, np.array(found, np.int32))
-            nodes.extend(found[:good])
-            births.extend(self.birth[found[:good]].tolist())
-        return len(nodes)
-
-    def _verified(self, cursor: Cursor, tokens: Int32, start: int, found: Int32) -> int:
-        """How many of the nodes `found` for pages start, start + 1, ... hold these tokens below the right parent."""
-        size, n = self.page_size, len(found)
-        want = np.reshape(tokens[start * size : (start + n) * size], (n, size))
-        parents = np.empty(n, np.int32)
-        parents[0] = cursor.nodes[-1] if start else self._roots.get(cursor.namespace, NO_NODE)
-        parents[1:] = found[:-1]
-        good = (self.tokens[found] == want).all(axis=1) & (self.parent[found] == parents)
-        return n if good.all() else int(good.argmin())
+        if cursor.depth > limit:
+            cursor.cut(limit)
+        if not cursor.alive:
+            gone = self.birth[cursor.nodes] != cursor.births
+            cursor.cut(int(gone.argmax()))
+        start = cursor.depth
+        if start < limit:
+            parent = cursor.last if start else self._roots.get(cursor.namespace)
+            if parent is not None:
+                rest = tokens[start * self.page_size : limit * self.page_size]
+                found = self.lookup.match(parent, rest, limit - start, self.tokens, self.parent)
+                cursor.extend(found, self.birth[found])
+        return cursor.depth
 
     def add(self, cursor: Cursor, key: Hashable, tokens: Int32, pages: Int32) -> int:
         """Insert a page below the cursor's last node and move the cursor to it. O(log siblings) amortised.
@@ -173,7 +111,7 @@ class PrefixIndex:
         if not self._free:
             self._grow()
         node = self._free.pop()
-        parent = cursor.nodes[-1] if cursor.nodes else self._root(cursor.namespace)
+        parent = cursor.last if cursor.depth else self._root(cursor.namespace)
         self.by_key[key] = node
         self.keys[node] = key
         self.parent[node] = parent
@@ -194,8 +132,8 @@ class PrefixIndex:
                 self.fill(node, group, page)
         self.siblings.add(parent, node)
         if rows == self.page_size:
-            cursor.nodes.append(node)
-            cursor.births.append(self._next_birth)
+            self.lookup.insert(node, parent, self.tokens[node])
+            cursor.push(node, self._next_birth)
         self._next_birth += 1
         return node
 
@@ -208,14 +146,13 @@ class PrefixIndex:
         while len(self._free) < count:
             self._grow()
         nodes = [self._free.pop() for _ in range(count)]
-        parents = [cursor.nodes[-1] for cursor in cursors]
+        parents = [cursor.last for cursor in cursors]
         births = range(self._next_birth, self._next_birth + count)
         self._next_birth += count
-        for cursor, key, node, parent, birth in zip(cursors, keys, nodes, parents, births, strict=True):
+        for cursor, key, node, birth in zip(cursors, keys, nodes, births, strict=True):
             self.by_key[key] = node
             self.keys[node] = key
-            cursor.nodes.append(node)
-            cursor.births.append(birth)
+            cursor.push(node, birth)
         at = np.array(nodes, np.int32)
         self.parent[at] = parents
         np.add.at(self.children, parents, 1)
@@ -225,6 +162,7 @@ class PrefixIndex:
         self.window[at] = [cursor.view.cache_window for cursor in cursors]
         self.rows[at] = self.page_size
         self.tokens[at] = tokens
+        self.lookup.insert_all(at, np.array(parents, np.int32), np.ascontiguousarray(tokens))
         for parent, node in zip(parents, nodes, strict=True):
             self.siblings.add(parent, node)
         self.pages[at] = np.moveaxis(pages, 0, 1)
@@ -254,8 +192,10 @@ class PrefixIndex:
     def remove(self, node: int) -> int:
         """Take a leaf out; returns its parent (negative: it was a first page). O(1)."""
         check(int(self.children[node]) == 0, "a page was evicted whose child stands")
-        parent = int(self.parent[node])
+        node, parent = int(node), int(self.parent[node])
         self.siblings.remove(parent, node)
+        if self.rows[node] == self.page_size:
+            self.lookup.erase(node)
         del self.by_key[self.keys[node]]
         self.keys[node] = None
         self.birth[node] = -1
@@ -305,6 +245,7 @@ class PrefixIndex:
         self.birth[live] = -1
         self.num_pages = 0
         self.by_key.clear()
+        self.lookup.clear()
         self.siblings.clear()
         self._roots.clear()
         self._root_children.clear()
@@ -372,6 +313,11 @@ class PrefixIndex:
                 above = root_hash(self._root_of[parent])
             want = self.hash_page(above, self.tokens[node, : self.rows[node]].astype("<i4", copy=False).tobytes())
             check(key == want, "a key is not the hash of its page's tokens")
+            if self.rows[node] == self.page_size:
+                found = self.lookup.match(parent, self.tokens[node], 1, self.tokens, self.parent).tolist()
+                check(found == [node], "a page is not found by its parent and tokens")
+        full = int((self.rows[live] == self.page_size).sum())
+        check(len(self.lookup) == full, f"{full} full pages, {len(self.lookup)} can be found")
         check(bool((children[live] == self.children[live]).all()), "a children count is wrong")
         check(roots == self._root_children, "a namespace's count of first pages is wrong")
         self.siblings.check()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paged.kv.pages import Int32
-from paged.prefix.index import Cursor
+from paged.prefix.cursor import Cursor
 
 if TYPE_CHECKING:
     from paged.prefix.tree import PageTree
@@ -31,14 +31,12 @@ def publish_next(tree: PageTree, cursors: Sequence[Cursor], columns: Int32, toke
     data, step = tokens.astype("<i4", copy=False).tobytes(), 4 * index.page_size
     elsewhere = np.any(tree.pool.held[pages] & (pages >= 0), axis=0)
     for i, (cursor, column) in enumerate(zip(cursors, columns.tolist(), strict=True)):
-        nodes, known = cursor.nodes, cursor.keys
-        if elsewhere[i] or len(nodes) != column or not nodes or len(known) < column or not tree._may_publish(cursor):
+        if elsewhere[i] or not column or cursor.depth != column or not tree._may_publish(cursor):
             left.append(i)
             continue
-        if len(known) == column:
-            known.append(index.hash_page(known[-1], data[i * step : (i + 1) * step]))
-        key = known[column]
-        if index.children[nodes[-1]] or key in index.by_key or key in keys:
+        parent = cursor.last
+        key = index.hash_page(index.keys[parent], data[i * step : (i + 1) * step])
+        if index.children[parent] or key in index.by_key or key in keys:
             left.append(i)
             continue
         keys[key] = i

@@ -11,10 +11,11 @@ import numpy as np
 from paged.errors import GeometryMismatch, check
 from paged.kv.pages import PagePool
 from paged.ops.dispatch import get_backend
+from paged.prefix.cursor import Cursor
 from paged.prefix.events import CacheEvent, PageRemoved, PagesCleared, PagesStored
 from paged.prefix.eviction import EvictionPolicy, EvictionQueue, get_policy
 from paged.prefix.hashing import Int32, PageHash, namespace_key
-from paged.prefix.index import NO_PAGE, Cursor, PrefixIndex
+from paged.prefix.index import NO_PAGE, PrefixIndex
 from paged.prefix.stats import PrefixChain, PrefixStats
 from paged.spec import KVSpec, KVView
 
@@ -83,26 +84,26 @@ class PageTree:
         self._ever_loose = self._ever_loose or len(view.loose) > 0
         return self.index.cursor(key, view)
 
-    def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True, lazy: bool = False) -> int:
+    def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True) -> int:
         """How many leading tokens of `prompt` are cached, one token short of it. Touches nothing.
 
         Whole pages; where this tree is `exact`, and `exact` is not False, also the `rows` that the prompt shares with
         the page where it leaves the tree. Called again with the same cursor, it costs only what has changed, and
-        O(log siblings) for these rows. A `lazy` one is for a cursor that is thrown away: see PrefixIndex.seek.
+        O(log siblings) for these rows.
         """
         size = self.pool.page_size
-        depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size, lazy)
+        depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size)
         self._look_below(cursor, prompt, exact)
         if depth and len(cursor.view.loose) and not self._has_pages(cursor, depth, cursor.rows):
             depth = self._deepest(cursor)
-            del cursor.nodes[depth:], cursor.births[depth:]
+            cursor.cut(depth)
             self._look_below(cursor, prompt, exact)
         return depth * size + cursor.rows
 
     def _look_below(self, cursor: Cursor, prompt: Int32, exact: bool) -> None:
         cursor.rows = 0
         if self.exact and exact:
-            rest = prompt[len(cursor.nodes) * self.pool.page_size : len(prompt) - 1]
+            rest = prompt[cursor.depth * self.pool.page_size : len(prompt) - 1]
             cursor.near, cursor.rows = self.index.closest(cursor, rest)
             if cursor.rows and len(cursor.view.loose) and not self._whole(cursor.near, cursor.view):
                 cursor.rows = 0
@@ -115,13 +116,13 @@ class PageTree:
         """Whether everything is there that a query behind `depth` pages and `rows` more tokens sees."""
         view, size = cursor.view, self.pool.page_size
         first = view.first_columns(depth * size + rows, size)[view.wanted]
-        pages = self.index.pages[np.array(cursor.nodes[:depth], np.int32)][:, view.wanted]
+        pages = self.index.pages[cursor.nodes[:depth]][:, view.wanted]
         return not ((pages < 0) & (np.arange(depth)[:, None] >= first)).any()
 
     def _deepest(self, cursor: Cursor) -> int:
         """The most of the cursor's pages behind which everything is there that a query sees."""
-        view, size, depth = cursor.view, self.pool.page_size, len(cursor.nodes)
-        gone = self.index.pages[np.array(cursor.nodes, np.int32)][:, view.wanted] < 0
+        view, size, depth = cursor.view, self.pool.page_size, cursor.depth
+        gone = self.index.pages[cursor.nodes][:, view.wanted] < 0
         last = np.full((depth + 1, len(view.wanted)), -1)  # the last page in front of each depth that is gone
         last[1:] = np.maximum.accumulate(np.where(gone, np.arange(depth)[:, None], -1), axis=0)
         windows = view.windows[view.wanted]
@@ -143,8 +144,8 @@ class PageTree:
         return pages
 
     def _columns(self, cursor: Cursor) -> Int32:
-        pages = np.ascontiguousarray(self.index.pages[np.array(cursor.nodes, np.int32)].T)
-        position = len(cursor.nodes) * self.pool.page_size + cursor.rows
+        pages = np.ascontiguousarray(self.index.pages[cursor.nodes].T)
+        position = cursor.depth * self.pool.page_size + cursor.rows
         view = cursor.view
         if len(view.loose):
             first = view.first_columns(position, self.pool.page_size)
@@ -179,10 +180,10 @@ class PageTree:
         stats.query_tokens += num_tokens
         stats.hit_tokens += rows
         stats.partial_hits += rows > 0
-        if cursor.nodes:
-            stats.hit_pages += len(cursor.nodes) * self.num_groups
-            stats.hit_tokens += len(cursor.nodes) * self.pool.page_size
-            chain = self._chains.get(int(self.index.chain[cursor.nodes[-1]]))
+        if cursor.depth:
+            stats.hit_pages += cursor.depth * self.num_groups
+            stats.hit_tokens += cursor.depth * self.pool.page_size
+            chain = self._chains.get(int(self.index.chain[cursor.last]))
             if chain is not None:
                 chain.num_hits += 1
                 chain.last_hit_at = time.time()
@@ -197,20 +198,20 @@ class PageTree:
         its own copy. O(new pages). NO_PAGE stands for what a window left behind.
         """
         index, stats, size = self.index, self.stats, self.pool.page_size
-        start, end = len(cursor.nodes), pages.shape[1]
+        start, end = cursor.depth, pages.shape[1]
         if end <= start or not self._may_publish(cursor):
             return []
         index.seek(cursor, tokens, end)
         merged: list[tuple[int, Int32]] = []
-        for column in range(start, len(cursor.nodes)):
-            theirs = self._merge(cursor.nodes[column], pages[:, column])
+        for column in range(start, cursor.depth):
+            theirs = self._merge(int(cursor.nodes[column]), pages[:, column])
             if theirs is not None:
                 self.pool.share(theirs[theirs >= 0])  # holding the bound, below, must not take it away
                 merged.append((column, theirs))
         stats.merged_pages += len(merged) * self.num_groups
-        first = len(cursor.nodes)
+        first, keys = cursor.depth, cursor.keys_to(tokens, end)
         for column in range(first, end):
-            key = cursor.keys[column]
+            key = keys[column]
             if key in index.by_key:  # other tokens have this key, or the same ones elsewhere in the tree
                 stats.num_collisions += 1
                 cursor.closed = True
@@ -223,8 +224,8 @@ class PageTree:
             if column == first and whole:  # what follows has a new parent, without children
                 self._supersede(cursor, own)
             self._enter(cursor, key, own, pages[:, column], preview)
-        if self.listen is not None and len(cursor.nodes) > first:
-            self._tell_stored(cursor, first, cursor.keys[first : len(cursor.nodes)], tokens[first * size :])
+        if self.listen is not None and cursor.depth > first:
+            self._tell_stored(cursor, first, keys[first : cursor.depth], tokens[first * size :])
         self._trim(cursor, first)
         if cursor.chain in self._chains:
             self._forget(cursor.chain, 0)  # a donation of places alone, whose pages a window left, is none
@@ -238,7 +239,7 @@ class PageTree:
         """
         index, size = self.index, self.pool.page_size
         rows = tokens[len(tokens) // size * size :]
-        if not len(rows) or len(cursor.nodes) != len(tokens) // size or not self._may_publish(cursor):
+        if not len(rows) or cursor.depth != len(tokens) // size or not self._may_publish(cursor):
             return
         node, shared = index.closest(cursor, rows)
         if shared == len(rows) and self._whole(node, cursor.view):
@@ -246,8 +247,7 @@ class PageTree:
         if shared == len(rows) == index.rows[node]:
             self._merge(node, pages)
             return
-        parent = cursor.keys[len(cursor.nodes) - 1] if cursor.nodes else cursor.root
-        key = index.hash_page(parent, rows.astype("<i4", copy=False).tobytes())
+        key = index.hash_page(cursor.key_above(), rows.astype("<i4", copy=False).tobytes())
         if key in index.by_key:
             self.stats.num_collisions += 1
             return
@@ -261,7 +261,7 @@ class PageTree:
             self._give_up(other)
         self._enter(cursor, key, rows, pages, preview)
         if self.listen is not None:
-            self._tell_stored(cursor, len(cursor.nodes), [key], rows)
+            self._tell_stored(cursor, cursor.depth, [key], rows)
 
     def drop_places(self, cursor: Cursor) -> None:
         """Take out what the cursor ends with where a window left the pages and nothing stands on it.
@@ -269,12 +269,12 @@ class PageTree:
         For after the last donation with this cursor: no prompt could attach it, and no eviction would ever find it.
         """
         index = self.index
-        while cursor.nodes and index.birth[cursor.nodes[-1]] == cursor.births[-1]:
-            node = cursor.nodes[-1]
+        while cursor.depth and cursor.alive:
+            node = cursor.last
             if index.children[node] or int(index.pages[node].max()) >= 0:
                 break
             key = index.keys[node]
-            del cursor.nodes[-1], cursor.births[-1]
+            cursor.cut(cursor.depth - 1)
             self._evict(node)
             del self.evicted[key]  # it did not go for room
 
@@ -289,7 +289,7 @@ class PageTree:
             return False
         if self.pool.on_idle != self._on_idle:
             raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
-        if cursor.nodes and self.index.birth[cursor.nodes[-1]] != cursor.births[-1]:
+        if not cursor.alive:
             cursor.closed = True  # its chain was dropped while it ran: a page without its parent is never cached
             return False
         return True
@@ -445,10 +445,11 @@ class PageTree:
             node = self.queue.pop()
             if node is not None:
                 self._give_up(node)
-            elif len(cursor.nodes) > first and not self.index.children[cursor.nodes[-1]]:
+            elif cursor.depth > first and not self.index.children[cursor.last]:
                 cursor.closed = True
-                cursor.births.pop()
-                self._evict(cursor.nodes.pop())
+                node = cursor.last
+                cursor.cut(cursor.depth - 1)
+                self._evict(node)
             else:
                 break
 

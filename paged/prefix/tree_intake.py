@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paged.kv.pages import Int32
+from paged.prefix.cursor import NO_NODE, Cursor
 from paged.prefix.events import PagesStored
 from paged.prefix.hashing import root_hash
-from paged.prefix.index import NO_NODE, Cursor
 from paged.prefix.saved_tree import SavedTree
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ class TreeIntake:
         cursor = self.cache.cursor_of(namespace, self.saved.view_of(namespace, self.cache))
         if parent >= 0:
             node = int(self.node[parent])
-            cursor.nodes.append(node)
-            cursor.births.append(int(index.birth[node]))
+            cursor.push(node, int(index.birth[node]))
         return cursor
 
     def _label(self, chains: dict[int, int]) -> None:

@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 import pytest
-from byhand import Hand, ids, span
+from byhand import CountingLookup, Hand, ids, span
 
 from paged.prefix.hashing import page_hash
 
@@ -20,52 +20,56 @@ class CountingHash:
         return page_hash(parent, tokens)
 
 
-class CountingDict(dict):
-    gets = 0
-
-    def get(self, *args):
-        self.gets += 1
-        return super().get(*args)
-
-
 def counted(num_pages: int = 64, max_pages: int = 0) -> tuple[Hand, CountingHash]:
     hashes = CountingHash()
     hand = Hand(num_pages, 4, max_pages=max_pages, hash_page=hashes, vocab_size=4000)
     return hand, hashes
 
 
-def test_a_second_seek_with_the_same_cursor_hashes_and_looks_up_nothing_more() -> None:
+def test_a_second_seek_with_the_same_cursor_looks_up_only_what_lies_behind_the_match() -> None:
     hand, hashes = counted()
     hand.donate(span(0, 40))
     cursor, prompt = hand.cache.cursor(), ids(*span(0, 401))
     hashes.calls = 0
+    hand.cache.index.lookup = lookup = CountingLookup(hand.cache.index.lookup)
     assert hand.cache.seek(cursor, prompt) == 40
-    assert hashes.calls == 100
-    hand.cache.index.by_key = table = CountingDict(hand.cache.index.by_key)
+    assert (lookup.calls, lookup.pages) == (1, 100)
     for _ in range(50):
         assert hand.cache.seek(cursor, prompt) == 40
-    assert hashes.calls == 100
-    assert table.gets == 50  # the one key behind the match, each time
+    assert (lookup.calls, lookup.pages) == (51, 100 + 50 * 90)  # a call that ends at its first page
     assert hand.cache.seek(cursor, prompt[:41]) == 40
-    assert table.gets == 50  # nothing lies behind it
+    assert lookup.calls == 51  # nothing lies behind it
+    assert hashes.calls == 0
 
 
-@pytest.mark.parametrize(("cached", "most"), [(0, 16), (20, 48), (200, 240), (1600, 400)])
-def test_asking_how_much_is_cached_hashes_little_more_than_that(cached: int, most: int) -> None:
+@pytest.mark.parametrize("cached", [0, 20, 200, 1600])
+def test_asking_how_much_is_cached_is_one_call_and_makes_no_key(cached: int) -> None:
     hand, hashes = counted(num_pages=500)
     if cached:
         hand.donate(span(0, cached))
     hashes.calls = 0
+    hand.cache.index.lookup = lookup = CountingLookup(hand.cache.index.lookup)
     assert hand.cache.match_len(span(0, 1601)) == cached
-    assert cached // 4 <= hashes.calls <= most
+    assert (lookup.calls, hashes.calls) == (1 if cached else 0, 0)
 
 
-def test_a_prompt_that_grew_hashes_only_its_new_pages() -> None:
+def test_keys_of_a_prompt_that_grew_are_made_once_each() -> None:
     hand, hashes = counted()
-    cursor, tokens = hand.cache.cursor(), ids(*span(0, 401))
-    for n in range(1, 402, 10):
-        hand.cache.seek(cursor, tokens[:n])
+    cursor, tokens = hand.cache.cursor(), ids(*span(0, 400))
+    for n in range(0, 101, 10):
+        assert len(cursor.keys_to(tokens, n)) == n
     assert hashes.calls == 100
+
+
+def test_keys_of_cached_pages_are_read_and_not_made() -> None:
+    hand, hashes = counted()
+    hand.donate(span(0, 40))
+    cursor, tokens = hand.cache.cursor(), ids(*span(0, 60))
+    hand.cache.seek(cursor, tokens)
+    hashes.calls = 0
+    keys = cursor.keys_to(tokens, 12)
+    assert hashes.calls == 2
+    assert keys == hand.cache.cursor().keys_to(tokens, 12)
 
 
 def test_publishing_page_by_page_hashes_each_page_once() -> None:
@@ -78,24 +82,24 @@ def test_publishing_page_by_page_hashes_each_page_once() -> None:
     assert hand.cache.held_pages == 50
 
 
-def test_publishing_a_page_looks_up_one_key_however_deep_it_lies() -> None:
+def test_publishing_a_page_looks_up_one_page_however_deep_it_lies() -> None:
     hand, _ = counted(300)
     pages = hand.pool.alloc(300)
     cursor, tokens = hand.cache.cursor(), ids(*span(0, 1200))
     hand.cache.publish(cursor, tokens, pages[None, :299])
-    hand.cache.index.by_key = table = CountingDict(hand.cache.index.by_key)
+    hand.cache.index.lookup = lookup = CountingLookup(hand.cache.index.lookup)
     hand.cache.publish(cursor, tokens, pages[None])
-    assert table.gets == 1
+    assert (lookup.calls, lookup.pages) == (1, 1)
     hand.cache.publish(cursor, tokens, pages[None])
-    assert table.gets == 1
+    assert lookup.calls == 1
 
 
-def test_a_match_hashes_the_prompt_once_and_reads_no_token_twice() -> None:
+def test_an_attach_makes_no_key() -> None:
     hand, hashes = counted()
     hand.donate(span(0, 40))
     hashes.calls = 0
     hand.ask([*span(0, 40), 1])
-    assert hashes.calls == 10
+    assert hashes.calls == 0
 
 
 @pytest.mark.parametrize("n", [1, 10, 60])

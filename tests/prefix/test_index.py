@@ -7,8 +7,9 @@ import pytest
 from byhand import expect_check_fails, ids, span
 
 from paged.errors import CheckFailed
+from paged.prefix.cursor import NO_NODE, Cursor
 from paged.prefix.hashing import page_hash
-from paged.prefix.index import NO_NODE, Cursor, PrefixIndex
+from paged.prefix.index import PrefixIndex
 from paged.spec import KVSpec
 
 P = 2
@@ -24,9 +25,10 @@ def enter(tree: PrefixIndex, tokens, pages, namespace: bytes = b"") -> Cursor:
     array = ids(*tokens)
     cursor = tree.cursor(namespace, VIEW)
     tree.seek(cursor, array, len(array) // P)
-    for column in range(len(cursor.nodes), len(array) // P):
+    keys = cursor.keys_to(array, len(array) // P)
+    for column in range(cursor.depth, len(array) // P):
         page = np.atleast_1d(np.asarray(pages[column], np.int32))
-        tree.add(cursor, cursor.keys[column], array[column * P : (column + 1) * P], page)
+        tree.add(cursor, keys[column], array[column * P : (column + 1) * P], page)
     return cursor
 
 
@@ -120,8 +122,16 @@ def test_a_corrupted_token_is_a_miss_from_there_on() -> None:
 def test_a_missing_page_hides_those_behind_it() -> None:
     tree = index()
     cursor = enter(tree, span(0, 6), [10, 11, 12])
-    del tree.by_key[cursor.keys[0]]
+    assert tree.lookup.erase(int(cursor.nodes[0]))
     assert depth(tree, span(0, 6)) == 0
+    expect_check_fails(tree, "not found by its parent")
+
+
+def test_a_page_that_can_be_found_and_is_not_there_is_noticed() -> None:
+    tree = index()
+    enter(tree, span(0, 6), [10, 11, 12])
+    tree.lookup.insert(9, 0, ids(7, 7))
+    expect_check_fails(tree, "3 full pages, 4 can be found")
 
 
 # Cursors in time --------------------------------------------------------------------------------------------------
@@ -150,10 +160,10 @@ def test_a_cursor_notices_that_its_pages_went() -> None:
 def test_a_cursor_is_not_fooled_by_a_new_page_in_an_old_place() -> None:
     tree, tokens = index(), ids(*span(0, 4))
     cursor = enter(tree, span(0, 4), [10, 11])
-    old = list(cursor.nodes)
+    old = cursor.nodes.tolist()
     tree.remove(old[1])
     other = enter(tree, [0, 1, 8, 9], [10, 12])
-    assert other.nodes == old  # the freed node was taken again
+    assert other.nodes.tolist() == old  # the freed node was taken again
     assert tree.seek(cursor, tokens, 2) == 1
 
 
@@ -163,7 +173,7 @@ def test_the_keys_of_a_cursor_outlive_a_restart() -> None:
     keys = list(cursor.keys)
     cursor.closed = True
     cursor.restart()
-    assert (cursor.nodes, cursor.births, cursor.closed) == ([], [], False)
+    assert (cursor.depth, len(cursor.nodes), len(cursor.births), cursor.closed) == (0, 0, 0, False)
     assert cursor.keys == keys
     assert tree.seek(cursor, tokens, 2) == 2
 
@@ -182,7 +192,7 @@ def test_a_page_whose_child_stands_cannot_be_removed() -> None:
 def test_removing_returns_the_parent_and_below_zero_for_a_first_page() -> None:
     tree = index()
     cursor = enter(tree, span(0, 4), [10, 11])
-    first, second = cursor.nodes
+    first, second = cursor.nodes.tolist()
     assert tree.remove(second) == first
     assert tree.node_of_page[11] == NO_NODE
     tree.check()
@@ -213,7 +223,8 @@ def test_clearing_returns_every_page_and_ends_the_epoch() -> None:
     assert depth(tree, span(0, 4)) == 0
     tree.check()
     later = enter(tree, span(0, 4), [[1, 2], [3, 4]])
-    assert later.open and later.nodes == cursor.nodes and later.births != cursor.births
+    assert later.open and later.nodes.tolist() == cursor.nodes.tolist()
+    assert later.births.tolist() != cursor.births.tolist()
     tree.check()
 
 

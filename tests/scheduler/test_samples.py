@@ -241,16 +241,15 @@ def test_the_token_level_api_gives_the_same_samples_with_and_without_stop_sequen
         assert stopped[2] == prompt + want.samples[2].token_ids[:-2]
 
 
-def test_the_token_level_api_takes_a_grammar_but_not_for_beams_and_drafts() -> None:
+def test_the_token_level_api_takes_a_grammar_but_not_for_beams() -> None:
     grammar = Grammar.regex("[a-c]{5}")
     with Model(speaking(), num_pages=64) as model:
         tokens = model.generate([1, 2, 3], grammar=grammar)
         assert model.generate([1, 2, 3], grammar=grammar, stop_sequences=[[1, 1]]) == tokens
         text = model.engine.model.tokenizer.decode(tokens[3:])
         assert len(text) == 5 and set(text) <= set("abc")
-        for by_hand in ({"num_beams": 2}, {"draft_loops": 1}):
-            with pytest.raises(ValueError, match="keep to no grammar"):
-                model.generate([1, 2, 3], grammar=grammar, **by_hand)
+        with pytest.raises(ValueError, match="num_beams and grammar cannot be combined"):
+            model.generate([1, 2, 3], grammar=grammar, num_beams=2)
 
 
 def test_a_bad_prompt_names_its_place_among_the_prompts() -> None:
