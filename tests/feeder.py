@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from poison import poison
 
 from paged.kv.storage import PageStorage
 from paged.models.base import ForwardBatch, LanguageModel
@@ -21,11 +22,14 @@ class Feeder:
 
     NUM_SLOTS = 16
 
-    def __init__(self, model: LanguageModel, page_size: int = 16, num_pages: int = 512, seed: int = 0) -> None:
+    def __init__(
+        self, model: LanguageModel, page_size: int = 16, num_pages: int = 512, seed: int = 0, kv_dtype: str = "auto"
+    ) -> None:
         self.model = model
         self.page_size = page_size
-        self.storage = PageStorage(model.spec, num_pages, page_size, model.default_kv_dtype(), model.device)
-        self.storage.pages.fill_(float("nan"))
+        codec = model.default_kv_dtype() if kv_dtype == "auto" else kv_dtype
+        self.storage = PageStorage(model.spec, num_pages, page_size, codec, model.device)
+        poison(self.storage)
         self.free = np.random.default_rng(seed).permutation(num_pages).astype(np.int32).tolist()
         self.states = model.create_state_pool(self.NUM_SLOTS)
         self.free_slots = np.random.default_rng(seed).permutation(self.NUM_SLOTS).tolist()
@@ -79,7 +83,7 @@ class Feeder:
         """Take the pages of a sequence back; NaN again, so that a read of them shows."""
         pages = [page for row in self.tables.pop(name) for page in row]
         del self.lengths[name]
-        self.storage.pages[pages] = float("nan")
+        self.storage.pages.view(torch.uint8)[pages] = 255
         self.free += pages
         if self.states is not None:
             self.free_slots.append(self.slots.pop(name))  # it keeps the state, which the next sequence must not see

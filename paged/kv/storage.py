@@ -22,8 +22,8 @@ class PageStorage:
     Where it `keeps_input`, `spec` is the geometry of the rows as they are stored, the first half of an input in place
     of K and the second in place of V, and `model_spec` is that of the model.
 
-    Invariants (`check()`): the tensor is contiguous, its shape is what the codec makes of `spec`, and `page_bytes * num_pages` is
-    its size in bytes.
+    Invariants (`check()`): the tensor is contiguous, its shape is what the codec makes of `spec`, and
+    `page_bytes * num_pages` is its size in bytes.
     """
 
     def __init__(

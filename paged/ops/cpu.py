@@ -50,8 +50,8 @@ class _Bound:
 class CpuBackend:
     """`Backend` over the native kernels of one instruction set ("" is the widest that this processor has).
 
-    Limits: pages of any codec; queries in fp32, fp16 or bf16; a head size that is a multiple of 8 and at most 256; query heads a
-    multiple of kv heads; any page size.
+    Limits: pages of any codec; queries in fp32, fp16 or bf16; a head size that is a multiple of 8 and at most 256;
+    query heads a multiple of kv heads; any page size.
     """
 
     def __init__(self, isa: str = "") -> None:

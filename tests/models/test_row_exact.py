@@ -57,13 +57,13 @@ def model(request, monkeypatch):
     torch.set_num_threads(before)
 
 
-def chunked(model, tokens, chunk: int, page_size: int = 16, seed: int = 0) -> torch.Tensor:
-    return Feeder(model, page_size, seed=seed).feed("a", tokens, chunk)
+def chunked(model, tokens, chunk: int, page_size: int = 16, seed: int = 0, kv_dtype: str = "auto") -> torch.Tensor:
+    return Feeder(model, page_size, seed=seed, kv_dtype=kv_dtype).feed("a", tokens, chunk)
 
 
-def in_company(model, tokens, chunk: int) -> torch.Tensor:
+def in_company(model, tokens, chunk: int, kv_dtype: str = "auto") -> torch.Tensor:
     """The same rows while other sequences start, run and pause around them, before and after it in the batch."""
-    feeder, rng, pieces = Feeder(model, 16, seed=5), np.random.default_rng(2), []
+    feeder, rng, pieces = Feeder(model, 16, seed=5, kv_dtype=kv_dtype), np.random.default_rng(2), []
     for start in range(0, len(tokens), chunk):
         rows = {f"before {i}": random_tokens(int(rng.integers(1, 40)), model.vocab_size, i) for i in range(2)}
         rows["a"] = tokens[start : start + chunk]
@@ -87,6 +87,26 @@ def test_logits_do_not_depend_on_chunks_neighbours_or_pages(model):
         assert torch.equal(chunked(model, tokens, 50, page_size, seed), want), f"pages of {page_size}"
     for chunk in (1, 13, 100) if one_by_one else (25, 100):
         assert torch.equal(in_company(model, tokens, chunk), want), f"chunks of {chunk} among others"
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_over_records_do_not_depend_on_chunks_neighbours_or_pages(kv_dtype: str, threads: int, monkeypatch):
+    monkeypatch.setenv("PAGED_BACKEND", "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        config = CONFIGS["llama"]
+        model = LlamaModel(config, random_tensors(config, seed=1).__getitem__)
+        tokens = random_tokens(LENGTH, model.vocab_size)
+        want = chunked(model, tokens, 0, kv_dtype=kv_dtype)
+        assert want.isfinite().all() and not torch.equal(want, chunked(model, tokens, 0))
+        for chunk, page_size, seed in ((1, 16, 0), (7, 1, 1), (64, 16, 3), (50, 64, 4)):
+            assert torch.equal(chunked(model, tokens, chunk, page_size, seed, kv_dtype), want), (chunk, page_size)
+        for chunk in (13, 100):
+            assert torch.equal(in_company(model, tokens, chunk, kv_dtype), want), f"chunks of {chunk} among others"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_last_row_alone_has_the_bits_it_has_among_all_rows(model):

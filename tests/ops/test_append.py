@@ -47,9 +47,7 @@ def test_position_p_lies_in_its_page_at_its_offset(name: str, kv_dtype: str, pag
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_records_are_those_of_the_codec_and_lie_in_their_slots(
-    name: str, kv_dtype: str, head_dim: int, page_size: int
-):
+def test_records_are_those_of_the_codec_and_lie_in_their_slots(name: str, kv_dtype: str, head_dim: int, page_size: int):
     torch.manual_seed(fresh_seed() % 2**31)
     storage = PageStorage(KVSpec(3, 2, head_dim), 80, page_size, kv_dtype)
     poison(storage)

@@ -205,10 +205,10 @@ def test_an_adapter_and_a_salt_of_one_name_are_two_namespaces() -> None:
     assert len(roots) == 8
 
 
-@pytest.mark.parametrize("what", ["fingerprint", "codec"])
+@pytest.mark.parametrize("what", ["fingerprint", "fp16", "int8", "int4"])
 def test_another_model_or_codec_is_another_namespace(what: str) -> None:
     model = EchoModel()
-    pools = [model.create_kv_pool(8, 4), model.create_kv_pool(8, 4, kv_dtype="fp16" if what == "codec" else "fp32")]
+    pools = [model.create_kv_pool(8, 4), model.create_kv_pool(8, 4, kv_dtype="fp32" if what == "fingerprint" else what)]
     if what == "fingerprint":
         pools[1].fingerprint = "other weights"
     roots = {PrefixCache(pool).cursor("salt").namespace for pool in pools}

@@ -39,7 +39,7 @@ class PlainCodec:
     def write(
         self, pages: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Store rows `[n, kv_heads, head_dim]` at `offsets [n]` of the pages `ids [n]`; `pages` is a view of one layer."""
+        """Store rows `[n, kv_heads, head_dim]` at `offsets [n]` of the pages `ids [n]`; `pages` is one layer's view."""
         pages[ids, 0, :, offsets] = self.encode(k)
         pages[ids, 1, :, offsets] = self.encode(v)
 

@@ -5,7 +5,7 @@ The scale is an fp16 number of either sign: the value of the largest magnitude, 
 lowest q stands for, so that no q is wasted (the rule of llama.cpp's Q4_0). A product q * scale has at most 19 bits: it
 is exact in fp32, so every backend decodes the same numbers.
 
-A record depends on its own row only: never on other tokens, for pages are written row by row and never change when full.
+A record depends on its own row only, never on other tokens: pages are written row by row, and a full page never changes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RecordCodec:
     def write(
         self, pages: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Store rows `[n, kv_heads, head_dim]` at `offsets [n]` of the pages `ids [n]`; `pages` is a view of one layer."""
+        """Store rows `[n, kv_heads, head_dim]` at `offsets [n]` of the pages `ids [n]`; `pages` is one layer's view."""
         pages[ids, :, offsets] = self.encode(k.float(), v.float())
 
     def read(self, pages: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
