@@ -5,7 +5,7 @@ The scale is an fp16 number of either sign: the value of the largest magnitude, 
 lowest q stands for, so that no q is wasted (the rule of llama.cpp's Q4_0). A product q * scale has at most 19 bits: it
 is exact in fp32, so every backend decodes the same numbers.
 
-A record depends on its own row only, never on other tokens: pages are written row by row, and a full page never changes.
+A record depends on its own row only, never on other tokens: pages are written row by row, and full ones never change.
 """
 
 from __future__ import annotations
