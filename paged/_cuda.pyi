@@ -4,7 +4,8 @@ A record starts as zeros. Nothing waits for the device. RuntimeError carries the
 """
 
 class Pool:
-    """Pages `[num_pages, layers, 2, kv_heads, page_size, head_dim]` at address `pages`; type 0 fp16, 1 bf16."""
+    """Pages at address `pages`; type 0 fp16, 1 bf16: `[num_pages, layers, 2, kv_heads, page_size, head_dim]`; 2 int8,
+    3 int4: records `[num_pages, layers, kv_heads, page_size, record_bytes]`."""
 
     pages: int
     num_pages: int
@@ -52,6 +53,9 @@ class Work:
     num_merges: int
     partials: int
     folds: bool
+
+def rotate(values: int, count: int, size: int, stream: int) -> None:
+    """Blocks of `size` of `count` fp32 values times the Hadamard matrix, in place."""
 
 def append(pool: Pool, layer: int, rows: Rows, stream: int) -> None: ...
 def copy_pages(pool: Pool, src: int, dst: int, count: int, stream: int) -> None: ...

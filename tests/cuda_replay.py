@@ -137,7 +137,7 @@ def _planted(faults: tuple[Fault, ...]) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for part in ("sim", "cuda"):
+        for part in ("sim", "cuda", "include"):
             shutil.copytree(CSRC / part, root / part)
         for fault in faults:
             target = root / "cuda" / fault.file

@@ -23,7 +23,7 @@ from paged.ops.cuda_work import Cut
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DPAGED_SIM", "-fno-strict-aliasing", "-ffp-contract=off")
-TYPES = ("Fp16", "Bf16")
+TYPES = ("Fp16", "Bf16", "Int8", "Int4")
 CACHE = ROOT / "build" / "sim"
 
 _P, _I, _L, _F, _B = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
@@ -57,12 +57,16 @@ class SimModule:
         self._lib = ctypes.CDLL(str(path))
         self._lib.paged_sim_message.restype = ctypes.c_char_p
         self._lib.paged_sim_copy_pages.argtypes = [_P, _P, _P, _I]
+        self._lib.paged_sim_rotate.argtypes = [_P, _L, _I]
 
     def configure(self, order: str = "forward", copies: str = "late", workers: int = 1, seed: int = 0) -> None:
         """`order` of the lanes: forward, reverse, random; cp.async takes effect late (at its wait) or early."""
         self._lib.paged_sim_configure(
             ("forward", "reverse", "random").index(order), ("late", "early").index(copies), workers, seed
         )
+
+    def rotate(self, values: int, count: int, size: int, stream: int) -> None:
+        self._check(self._lib.paged_sim_rotate(values, count, size))
 
     def append(self, pool: Any, layer: int, rows: Any, stream: int) -> None:
         self._check(self._lib.paged_sim_append(ctypes.byref(pool), layer, ctypes.byref(rows)))
@@ -101,7 +105,7 @@ def instance_source(kind: str, head_size: int) -> str:
 def _digest_of(root: Path) -> bytes:
     """Hash of every file that a unit under `root` may include."""
     state = hashlib.sha256()
-    for path in sorted(p for folder in ("sim", "cuda") for p in (root / folder).rglob("*") if p.is_file()):
+    for path in sorted(p for folder in ("sim", "cuda", "include") for p in (root / folder).rglob("*") if p.is_file()):
         state.update(path.name.encode() + path.read_bytes())
     return state.digest()
 
@@ -143,7 +147,7 @@ def link(name: str, objects: list[Path], flags: tuple[str, ...] = ()) -> Path:
 
 @cache
 def build() -> Path:
-    """The shared library with every instance; compiled (about 20 s of one core) where its sources changed."""
+    """The shared library with every instance; compiled (about 40 s of one core) where its sources changed."""
     units = [f'#include "{unit}"\n' for unit in ("sim/fiber.cpp", "sim/simt.cpp", "sim/library.cpp", "cuda/launch.cu")]
     units += [instance_source(kind, size) for kind in TYPES for size in HEAD_SIZES]
     with ThreadPoolExecutor(2) as pool:

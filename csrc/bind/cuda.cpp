@@ -73,6 +73,9 @@ NB_MODULE(_cuda, m) {
   address<&Work::partials>(work, "partials");
   work.def_rw("folds", &Work::folds);
 
+  m.def("rotate", [](uintptr_t values, int64_t count, int size, uintptr_t stream) {
+    check(rotate(reinterpret_cast<float*>(values), count, size, reinterpret_cast<Stream>(stream)));
+  });
   m.def("append", [](const Pool& pool, int layer, const Rows& rows, uintptr_t stream) {
     check(append(pool, layer, rows, reinterpret_cast<Stream>(stream)));
   });

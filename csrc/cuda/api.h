@@ -4,23 +4,32 @@
 #pragma once
 #include <cstdint>
 
+#include "../include/paged/records.h"
+
 namespace paged::cuda {
 
-enum class Type : int { fp16 = 0, bf16 = 1 };
+enum class Type : int { fp16 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 // The keys of a row are folded in splits of this many positions, counted from position 0: a row's sums, and so its
 // bits, are the same whether one block walks all splits or many blocks walk one each.
 constexpr int kSplit = 256;
 
-// The pages of one storage: [num_pages, layers, 2, kv_heads, page_size, head_dim], contiguous, 16-byte aligned.
+// The pages of one storage, contiguous, 16-byte aligned: [num_pages, layers, 2, kv_heads, page_size, head_dim] values, or
+// [num_pages, layers, kv_heads, page_size, record bytes] of int8 and int4.
 struct Pool {
   void* pages;
   int64_t num_pages;
   int layers, kv_heads, page_size, head_dim;
   Type type;
 
-  int64_t plane() const { return int64_t(kv_heads) * page_size * head_dim; }  // values of K, or V, of one layer
-  int64_t page() const { return 2 * layers * plane(); }                        // values of a page: its stride
+  bool records() const { return type == Type::int8 || type == Type::int4; }
+  int row() const {  // bytes from a position of a head to the next
+    return !records() ? 2 * head_dim : type == Type::int8 ? record8_bytes(head_dim) : record4_bytes(head_dim);
+  }
+  int64_t plane() const { return int64_t(kv_heads) * page_size * row(); }  // bytes of K, of V or of records, of a layer
+  int64_t values() const { return records() ? 0 : plane(); }               // bytes from K to V
+  int64_t layer() const { return plane() + values(); }
+  int64_t page() const { return layers * layer(); }
 };
 
 // New rows of one layer, each [num_rows, kv_heads, head_dim]; row i goes to slot page * page_size + offset, -1: nowhere.
@@ -29,10 +38,11 @@ struct Rows {
   const void* v;
   const int64_t* slots;
   int64_t num_rows;
-  bool fp32;  // else of the pool's type
+  bool fp32;  // else of the pool's type; records are made of fp32 only, those of int4 of K that rotate() has rotated
 };
 
-// q and out are [T, heads, head_dim], fp32 or of the pool's type; lse is [T, heads] or null.
+// q and out are [T, heads, head_dim], fp32 or of the pool's type; lse is [T, heads] or null. For pages of records they
+// are fp32; for those of int4, q has been rotated by rotate(), and scale divided by the size of its blocks.
 struct Query {
   const void* q;
   void* out;
@@ -80,6 +90,9 @@ using Stream = void*;  // cudaStream_t
 
 constexpr int wide_rows(int head_dim) { return head_dim > 128 ? 32 : 64; }
 constexpr int kNarrowRows = 16;
+
+// Blocks of `size` (a power of two up to 64) of `count` neighbouring values times the Hadamard matrix, in place.
+int rotate(float* values, int64_t count, int size, Stream stream);
 
 int append(const Pool& pool, int layer, const Rows& rows, Stream stream);
 int copy_pages(const Pool& pool, const int* from, const int* to, int count, Stream stream);

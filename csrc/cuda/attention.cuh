@@ -6,6 +6,7 @@
 #pragma once
 #include "api.h"
 #include "ptx.cuh"
+#include "records.cuh"
 
 namespace paged::cuda {
 
@@ -13,9 +14,9 @@ constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
 struct AttendParams {
-  const uint16_t* k;  // this layer's K in page 0
-  const uint16_t* v;
-  int64_t page;  // values from one page to the next
+  const unsigned char* k;  // this layer's K in page 0
+  const unsigned char* v;  // the same address if the pages hold records
+  int64_t page;            // bytes from one page to the next
   int page_size, group;
   Query query;
   float before, after;  // score = query . key * before, capped if softcap is set, in units of log 2 after `after`
@@ -36,10 +37,10 @@ __device__ __forceinline__ int first_key(const AttendParams& p, int position) {
   return p.query.window > 0 && low > 0 ? low : 0;
 }
 
-// Value offset of a key's row from its head's first value in page 0.
-__device__ __forceinline__ int64_t key_base(const AttendParams& p, int table, int key, int head_dim) {
+// Bytes from its head's first row in page 0 to a key's row.
+__device__ __forceinline__ int64_t key_base(const AttendParams& p, int table, int key, int row_bytes) {
   const int page = key / p.page_size;
-  return p.work.tables[table + page] * p.page + int64_t(key - page * p.page_size) * head_dim;
+  return p.work.tables[table + page] * p.page + int64_t(key - page * p.page_size) * row_bytes;
 }
 
 // Zero in place of the maximum of a row that has seen no key, so that no infinity is subtracted from itself.

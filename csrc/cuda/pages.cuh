@@ -59,10 +59,12 @@ __global__ void append_kernel(AppendParams p) {
   *reinterpret_cast<uint4*>(to + p.plane) = v;
 }
 
-// Page from[blockIdx.y] to page to[blockIdx.y], `chunks` pieces of 16 bytes each; blockIdx.x strides over them.
-__global__ void copy_kernel(uint4* pages, int64_t chunks, const int* from, const int* to) {
-  const uint4* source = pages + from[blockIdx.y] * chunks;
-  uint4* target = pages + to[blockIdx.y] * chunks;
+// Page from[blockIdx.y] to page to[blockIdx.y], `chunks` pieces each; blockIdx.x strides over them. A piece is 16 bytes,
+// or 4 where small pages of records are no multiple of 16.
+template <class Piece>
+__global__ void copy_kernel(Piece* pages, int64_t chunks, const int* from, const int* to) {
+  const Piece* source = pages + from[blockIdx.y] * chunks;
+  Piece* target = pages + to[blockIdx.y] * chunks;
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < chunks; i += stride) target[i] = source[i];
 }

@@ -28,6 +28,7 @@ __device__ inline void ldmatrix(uint32_t (&r)[4], const void* row) { sim::ldmatr
 __device__ inline void ldmatrix_trans(uint32_t (&r)[4], const void* row) { sim::ldmatrix<true>(r, row); }
 __device__ inline float exp2_approx(float x) { return std::exp2(x); }
 __device__ inline uint4 load16(const void* from) { return *static_cast<const uint4*>(from); }
+__device__ inline uint32_t load4(const void* from) { return *static_cast<const uint32_t*>(from); }
 
 #else
 
@@ -82,10 +83,14 @@ __device__ __forceinline__ uint4 load16(const void* from) {
   return r;
 }
 
+__device__ __forceinline__ uint32_t load4(const void* from) { return __ldg(static_cast<const unsigned*>(from)); }
+
 #endif
 
-// The two stored types. `pack` puts two floats into one register, the first in the lower half, rounded to nearest even.
+// The two types that are stored as they are and multiplied. `pack` puts two floats into one register, the first in the lower half, rounded to nearest even.
 struct Fp16 {
+  static constexpr bool kRecord = false;  // a row of K, or of V, is its values; else see records.cuh
+  static constexpr int row_bytes(int head_dim) { return 2 * head_dim; }
   static constexpr uint32_t kOne = 0x3C00, kInf = 0x7C00;
   static constexpr float kLimit = 65504.0f;  // appended values are clamped to this; 0: no limit
 #ifdef PAGED_SIM
@@ -111,6 +116,8 @@ struct Fp16 {
 };
 
 struct Bf16 {
+  static constexpr bool kRecord = false;
+  static constexpr int row_bytes(int head_dim) { return 2 * head_dim; }
   static constexpr uint32_t kOne = 0x3F80, kInf = 0x7F80;
   static constexpr float kLimit = 0.0f;
 #ifdef PAGED_SIM

@@ -38,9 +38,10 @@ __global__ void __launch_bounds__(kSimpleThreads, kSimpleBlocks) simple_kernel(c
   unsigned char* memory = dynamic_shared();
   auto* bases = reinterpret_cast<int64_t*>(memory);                       // [kSplit]
   auto* sums = reinterpret_cast<float*>(memory + Shape::kBases);          // [warps][kGroup][kDim + 2]
-  const int64_t head_offset = int64_t(kv_head) * p.page_size * kDim;
-  const uint16_t* k_plane = p.k + head_offset + chunk * 8;
-  const uint16_t* v_plane = p.v + head_offset + chunk * 8;
+  constexpr int kRow = T::row_bytes(kDim);
+  const int64_t head_offset = int64_t(kv_head) * p.page_size * kRow;
+  const Plane<T, false> k_plane{p.k + head_offset};
+  const Plane<T, true> v_plane{p.v + head_offset};
 
   const int64_t row = p.work.rows[item.row_begin];
   float q[kGroup][8];
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kSimpleThreads, kSimpleBlocks) simple_kernel(c
     // Every thread is past the last split's keys, and so its bases: it had to meet the others before their sums.
     for (int i = tid; i < kSplit; i += kSimpleThreads) {
       const int key = begin + i;
-      bases[i] = key >= item.key_begin && key < item.key_end ? key_base(p, item.table, key, kDim) : -1;
+      bases[i] = key >= item.key_begin && key < item.key_end ? key_base(p, item.table, key, kRow) : -1;
     }
     __syncthreads();  // the bases are there, and the last split's sums have been read
 
@@ -93,8 +94,8 @@ __global__ void __launch_bounds__(kSimpleThreads, kSimpleBlocks) simple_kernel(c
         seen[u] = base >= 0;
         k[u] = v[u] = make_uint4(0, 0, 0, 0);  // stays so where the key is not seen: nothing of it reaches a sum
         if (seen[u] && loads) {
-          k[u] = load16(k_plane + base);
-          v[u] = load16(v_plane + base);
+          k[u] = k_plane.template read8<kDim>(base, chunk);
+          v[u] = v_plane.template read8<kDim>(base, chunk);
         }
       }
       float s[kSimpleKeys][kGroup];

@@ -71,9 +71,10 @@ __global__ void __launch_bounds__(kWarps * 32, TensorShape<kDim>::kBlocks) tenso
   auto* queries = ring + 3 * Shape::kHalf;
   auto* sums = reinterpret_cast<float*>(queries + (Shape::kQueryStays ? kWarps * 16 * kStride : 0)) + tid;
 
-  const int64_t head_offset = int64_t(kv_head) * p.page_size * kDim;
-  const uint16_t* k_plane = p.k + head_offset;
-  const uint16_t* v_plane = p.v + head_offset;
+  constexpr int kRow = T::row_bytes(kDim);
+  const int64_t head_offset = int64_t(kv_head) * p.page_size * kRow;
+  const Plane<T, false> k_plane{p.k + head_offset};
+  const Plane<T, true> v_plane{p.v + head_offset};
 
   // ---- page lookups, one tile ahead of the copies, and those one half tile ahead of the products ----
   int64_t looked[kLooks];
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kWarps * 32, TensorShape<kDim>::kBlocks) tenso
     for (int i = 0; i < kLooks; ++i) {
       const int key = tile * kTile + tid + i * kThreads;
       const bool wanted = tid + i * kThreads < kTile && key >= item.key_begin && key < item.key_end;
-      looked[i] = wanted ? key_base(p, item.table, key, kDim) : -1;
+      looked[i] = wanted ? key_base(p, item.table, key, kRow) : -1;
     }
   };
   auto publish = [&](int tile) {
@@ -90,14 +91,20 @@ __global__ void __launch_bounds__(kWarps * 32, TensorShape<kDim>::kBlocks) tenso
     for (int i = 0; i < kLooks; ++i)
       if (tid + i * kThreads < kTile) bases[tile % 2 * kTile + tid + i * kThreads] = looked[i];
   };
-  auto load = [&](const uint16_t* plane, int tile, int slot) {
+  // Records are decoded on the way, so that their tiles are there at once; the ring is the same.
+  auto load = [&](auto plane, int tile, int slot) {
     const int64_t* base = bases + tile % 2 * kTile;
     uint16_t* to = ring + slot * Shape::kHalf;
 #pragma unroll 4
     for (int c = tid; c < kTile * kChunks; c += kThreads) {
       const int row = c / kChunks, chunk = c % kChunks;
       const int64_t offset = base[row];
-      cp_async16(to + row * kStride + chunk * 8, plane + (offset < 0 ? 0 : offset) + chunk * 8, offset >= 0);
+      uint16_t* at = to + row * kStride + chunk * 8;
+      if constexpr (T::kRecord)
+        *reinterpret_cast<uint4*>(at) =
+            offset < 0 ? make_uint4(0, 0, 0, 0) : plane.template read8<kDim>(offset, chunk);
+      else
+        cp_async16(at, plane.first + (offset < 0 ? 0 : offset) + chunk * 16, offset >= 0);
     }
   };
 

@@ -38,6 +38,7 @@ using std::fmaf;
 using std::fmaxf;
 using std::fminf;
 using std::log2f;
+using std::rintf;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 

@@ -32,6 +32,10 @@ void paged_sim_configure(int order, int copies, int workers, unsigned seed) {
 
 const char* paged_sim_message() { return message.c_str(); }  // of the last call that returned -1
 
+int paged_sim_rotate(float* values, int64_t count, int size) {
+  return guard([&] { return rotate(values, count, size, nullptr); });
+}
+
 int paged_sim_append(const Pool* pool, int layer, const Rows* rows) {
   return guard([&] { return append(*pool, layer, *rows, nullptr); });
 }

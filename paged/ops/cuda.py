@@ -1,6 +1,6 @@
 """The CUDA backend: checks, one upload a step, and the launchers of `paged._cuda`.
 
-Pages hold fp16 or bf16; sums are fp32. A row's bits depend only on its own query, keys and position: not on its
+Pages hold fp16 or bf16, or records of int8 or int4, which are decoded to fp16 as they are read; sums are fp32. A row's bits depend only on its own query, keys and position: not on its
 neighbours, the size of its chunk, the pages it lies on, or a prefix that it shares (see `paged/ops/cuda_work.py`).
 """
 
@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from paged.errors import NativeMissing, UnsupportedShape
+from paged.kv.codecs.int4 import rotation_size
 from paged.kv.storage import PageStorage
 from paged.ops.checks import check_append, check_attend, check_lse, check_page_ids
 from paged.ops.cuda_work import Cut, HostWork, build_work, table_offsets
 from paged.ops.plan import AttendPlan, Int32, check_plan
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
-_TYPES = {torch.float16: 0, torch.bfloat16: 1}  # csrc/cuda/api.h, enum Type
+_TYPES = {"fp16": 0, "bf16": 1, "int8": 2, "int4": 3}  # by codec; csrc/cuda/api.h, enum Type
 _NO_DRIVER = 35  # cudaErrorInsufficientDriver
 
 
@@ -62,6 +63,8 @@ class CudaBackend:
             raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
         _check_device(storage, k=k, v=v)
         step = self._step(plan, storage)
+        if storage.codec.dtype == torch.uint8:
+            k, v = self._rotated(k, storage), v.float()
         k, v = _aligned(k), _aligned(v)
         rows = _fill(
             self._module.Rows(),
@@ -91,7 +94,7 @@ class CudaBackend:
         """
         check_attend(q, storage, layer, plan, window, softcap)
         pool = self._pool(storage)
-        if q.dtype not in (torch.float32, storage.codec.dtype):
+        if q.dtype not in storage.codec.row_dtypes:
             raise TypeError(f"q must be fp32 or the stored {storage.codec.dtype}, got {q.dtype}")
         if plan.page_size != storage.page_size:
             raise UnsupportedShape(f"the plan has page_size {plan.page_size}, the storage {storage.page_size}")
@@ -100,6 +103,10 @@ class CudaBackend:
             check_lse(lse, q)
             _check_device(storage, lse=lse)
         step = self._step(plan, storage)
+        wanted = q.dtype
+        if storage.codec.dtype == torch.uint8:
+            q = self._rotated(q, storage)
+            scale = scale / rotation_size(storage.spec.head_dim) if storage.codec.name == "int4" else scale
         q = _aligned(q)
         out = torch.empty_like(q)
         query = _fill(
@@ -116,7 +123,7 @@ class CudaBackend:
         if plan.num_rows:
             work = self._work(plan, step, storage, q.shape[1], window)
             self._launch(storage, self._module.attend, pool, layer, query, work)
-        return out
+        return out.to(wanted)
 
     def copy_pages(self, storage: PageStorage, src: Int32, dst: Int32) -> None:
         """Copy whole pages `src[i]` to `dst[i]`."""
@@ -142,10 +149,19 @@ class CudaBackend:
             self._module.set_device(device.index)
             call(*args, torch.cuda.current_stream(device).cuda_stream)
 
+    def _rotated(self, x: torch.Tensor, storage: PageStorage) -> torch.Tensor:
+        """Rows for pages of records: `x` in fp32; for int4 a rotated copy."""
+        if storage.codec.name != "int4":
+            return x.float()
+        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        size = rotation_size(storage.spec.head_dim)
+        self._launch(storage, self._module.rotate, x.data_ptr(), x.numel(), size)
+        return x
+
     def _pool(self, storage: PageStorage) -> Any:
-        dtype, spec = storage.codec.dtype, storage.spec
-        if dtype not in _TYPES:
-            raise UnsupportedShape(f"the CUDA kernels read pages of fp16 or bf16, got {storage.codec.name}")
+        kind, spec = storage.codec.name, storage.spec
+        if kind not in _TYPES:
+            raise UnsupportedShape(f"the CUDA kernels read pages of fp16 or bf16, int8 or int4, got {kind}")
         if spec.head_dim not in HEAD_SIZES:
             raise UnsupportedShape(
                 f"the CUDA kernels are built for head sizes {', '.join(map(str, HEAD_SIZES))}, got {spec.head_dim}"
@@ -158,7 +174,7 @@ class CudaBackend:
             kv_heads=spec.num_kv_heads,
             page_size=storage.page_size,
             head_dim=spec.head_dim,
-            type=_TYPES[dtype],
+            type=_TYPES[kind],
         )
 
     def _step(self, plan: AttendPlan, storage: PageStorage) -> _Step:

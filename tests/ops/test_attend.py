@@ -97,7 +97,7 @@ def test_records_are_read_by_queries_of_16_bits(name: str, kv_dtype: str, query:
     step.q = step.q.to(query)
     out = BACKENDS[name]().attend(step.q, step.storage, step.layer, step.plan, **step.options())
     assert out.dtype == query
-    assert relative_error(out, answer(step)[0]) < (1e-3 if query == torch.float16 else 1e-2)
+    assert relative_error(out, answer(step)[0]) < tolerance(name, kv_dtype, 1e-3 if query == torch.float16 else 1e-2)
 
 
 @every_backend

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "paged/delta.h"
+#include "paged/records.h"
 
 namespace paged {
 
@@ -15,23 +16,7 @@ enum Dtype : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3, kInt4 = 4 };  /
 
 inline int64_t dtype_bytes(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
 
-// Records: K and V of one position and head as whole numbers, the channels of a group with one scale. The layouts are
-// those of paged/kv/codecs.
-constexpr int kMostDim = 256;
-constexpr int kGroup8 = 32, kGroup4 = 64, kMostGroups = kMostDim / kGroup8;
-constexpr int kMostRotated = 64;
-
-constexpr int num_groups(int head_dim, int size) { return head_dim < size ? 1 : head_dim / size; }
-
-constexpr int rotation_size(int head_dim) {
-  const int power = head_dim & -head_dim;
-  return power < kMostRotated ? power : kMostRotated;
-}
-
-constexpr int record_bytes(int32_t dtype, int head_dim) {
-  return dtype == kInt8 ? 2 * head_dim + 4 * num_groups(head_dim, kGroup8)
-                        : (head_dim + 4 * num_groups(head_dim, kGroup4) + head_dim / 8 + 3) / 4 * 4;
-}
+constexpr int kMostDim = 256, kMostGroups = kMostDim / kGroup8;
 
 // Keys are walked in tiles of kTile positions that start at position 0. The online softmax restarts at each multiple
 // of kSplit positions, and the parts are merged from left to right. Both are fixed, so that the bits of a row depend on
@@ -49,7 +34,9 @@ struct Pages {
 
   bool records() const { return dtype >= kInt8; }
   // From a position of a head to the next.
-  int64_t row_bytes() const { return records() ? record_bytes(dtype, head_dim) : head_dim * dtype_bytes(dtype); }
+  int64_t row_bytes() const {
+    return dtype == kInt8 ? record8_bytes(head_dim) : dtype == kInt4 ? record4_bytes(head_dim) : head_dim * dtype_bytes(dtype);
+  }
   int64_t plane_bytes() const { return row_bytes() * page_size * kv_heads; }  // of one layer of a page: K, V or records
   int64_t value_bytes() const { return records() ? 0 : plane_bytes(); }       // from K's address to V's
   int64_t layer_bytes() const { return plane_bytes() + value_bytes(); }
