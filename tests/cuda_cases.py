@@ -58,6 +58,7 @@ class Step:
     q: torch.Tensor
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+    given: list[list[torch.Tensor]]  # k and v as they were before they were stored
 
     @property
     def layer(self) -> int:
@@ -95,6 +96,7 @@ def make(case: Case) -> Step:
             if s and c.shared:
                 x[: shared_pages * c.page_size] = rows[0][: shared_pages * c.page_size]
             rows.append(x)
+    given = [list(rows) for rows in dense]
     for s, length in enumerate(kv_lens):
         at = np.arange(length)
         ids, offsets = torch.from_numpy(table[s, at // c.page_size]).long(), torch.from_numpy(at % c.page_size)
@@ -109,7 +111,7 @@ def make(case: Case) -> Step:
             first = max(0, int(length) - c.q_lens[s] - c.window + 1)
             table[s, : first // c.page_size] = -1
     q = torch.randn(plan.num_rows, c.heads, c.head_dim, generator=rng) * c.spread
-    return Step(case, storage, plan, q if c.fp32 else q.to(dtype), dense[0], dense[1])
+    return Step(case, storage, plan, q if c.fp32 else q.to(dtype), dense[0], dense[1], given)
 
 
 def answer(step: Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 from cuda_cases import TOLERANCE, Case, answer, make
 from cuda_sim import CSRC, FLAGS, TYPES, compile_unit, instance_source, link
 
+from paged.kv.codecs.int4 import rotate, rotation_size
 from paged.ops.cuda_work import Cut, build_work, table_offsets
 
 REPLAY = Path(__file__).resolve().parent / "cuda" / "replay.cpp"
@@ -53,23 +54,27 @@ def record(case: Case, cut: Cut, path: Path, *, bad_page: bool = False) -> None:
     spare = np.setdiff1d(np.arange(storage.num_pages), plan.page_table)[:1].astype(np.int32)
     source = plan.page_table[-1, -(-case.kv_lens[-1] // case.page_size) - 1 :][:1].astype(np.int32)
     after[int(spare[0])] = after[int(source[0])]
-    k = [step.k[s][n - q :] for s, (n, q) in enumerate(zip(case.kv_lens, case.q_lens, strict=True))]
-    v = [step.v[s][n - q :] for s, (n, q) in enumerate(zip(case.kv_lens, case.q_lens, strict=True))]
+    lens = list(enumerate(zip(case.kv_lens, case.q_lens, strict=True)))
+    k, v = (torch.cat([rows[s][n - q :] for s, (n, q) in lens]).float() for rows in step.given)
     pages, at = torch.from_numpy(plan.slots // case.page_size), torch.from_numpy(plan.slots % case.page_size)
-    for plane in storage.layer(step.layer):
-        plane[pages, :, at] = float("nan")
+    lost = torch.full_like(k, float("nan"))
+    storage.write(step.layer, pages, at, lost, lost)
+    q = step.q.float()
+    if case.kv_dtype == "int4":  # as the backend hands them over
+        size = rotation_size(case.head_dim)
+        k, q, options = rotate(k), rotate(q), {**options, "scale": options["scale"] / size}
     if bad_page:
         tables[offsets[-1]] = storage.num_pages
     rows = plan.num_rows
     arrays = {
-        "pages": storage.pages.view(torch.int16).numpy(),
-        "want_pages": after.view(torch.int16).numpy(),
-        "k": torch.cat(k).float().numpy(),
-        "v": torch.cat(v).float().numpy(),
+        "pages": storage.pages.view(torch.uint8).numpy(),
+        "want_pages": after.view(torch.uint8).numpy(),
+        "k": k.contiguous().numpy(),
+        "v": v.contiguous().numpy(),
         "slots": plan.slots,
         "from": source,
         "to": spare,
-        "q": step.q.float().numpy(),
+        "q": q.contiguous().numpy(),
         "out": np.full((rows, case.heads, case.head_dim), np.nan, np.float32),
         "lse": np.full((rows, case.heads), np.nan, np.float32),
         "want_out": want_out.float().numpy(),
@@ -88,7 +93,7 @@ def record(case: Case, cut: Cut, path: Path, *, bad_page: bool = False) -> None:
         "kv_heads": case.kv_heads,
         "page_size": case.page_size,
         "head_dim": case.head_dim,
-        "type": TYPES.index({"fp16": "Fp16", "bf16": "Bf16"}[case.kv_dtype]),
+        "type": TYPES.index(case.kv_dtype.capitalize()),
         "layer": step.layer,
         "num_rows": rows,
         "copies": 1,

@@ -1,7 +1,8 @@
 """The CUDA backend: checks, one upload a step, and the launchers of `paged._cuda`.
 
-Pages hold fp16 or bf16, or records of int8 or int4, which are decoded to fp16 as they are read; sums are fp32. A row's bits depend only on its own query, keys and position: not on its
-neighbours, the size of its chunk, the pages it lies on, or a prefix that it shares (see `paged/ops/cuda_work.py`).
+Pages hold fp16 or bf16, or records of int8 or int4, which are decoded to fp16 as they are read; sums are fp32. A row's
+bits depend only on its own query, keys and position: not on its neighbours, the size of its chunk, the pages it lies
+on, or a prefix that it shares (see `paged/ops/cuda_work.py`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_cases import Case, Step, make
+from poison import poison
 
 from paged.kv.storage import PageStorage
 from paged.ops.cuda_work import Cut
@@ -41,6 +42,8 @@ CASES = [
     Case((530, 300), (3, 40), heads=3, kv_heads=1, kv_dtype="bf16", window=290, softcap=10.0),
     Case((520,), (9,), heads=8, kv_heads=1, head_dim=256, fp32=True),
     Case((600,), (70,), heads=1, kv_heads=1, head_dim=80, window=33),
+    Case((600, 270), (20, 1), heads=4, kv_heads=2, kv_dtype="int8", fp32=True),
+    Case((530,), (20,), heads=3, kv_heads=1, kv_dtype="int4", fp32=True, window=290),
 ]
 
 
@@ -91,21 +94,22 @@ def test_the_neighbours(case: Case) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64, 512])
-def test_the_pages_they_lie_on(page_size: int) -> None:
+@pytest.mark.parametrize("kv_dtype", ["fp16", "int8"])
+def test_the_pages_they_lie_on(page_size: int, kv_dtype: str) -> None:
     # The same rows of K and V, in pages of another size and another order.
-    case = CASES[0]
+    case = replace(CASES[0], kv_dtype=kv_dtype)
     step = make(case)
     spec = KVSpec(case.layers, case.kv_heads, case.head_dim)
     columns = [-(-n // page_size) for n in case.kv_lens]
     storage = PageStorage(spec, sum(columns), page_size, case.kv_dtype)
-    storage.pages.fill_(float("nan"))
+    poison(storage)
     ids = np.random.default_rng(5).permutation(sum(columns)).astype(np.int32)
     table = np.zeros((len(columns), max(columns)), np.int32)
     for s, length in enumerate(case.kv_lens):
         table[s, : columns[s]] = ids[sum(columns[:s]) : sum(columns[: s + 1])]
         at = np.arange(length)
-        for plane, rows in zip(storage.layer(step.layer), (step.k[s], step.v[s]), strict=True):
-            plane[torch.from_numpy(table[s, at // page_size]).long(), :, torch.from_numpy(at % page_size)] = rows
+        pages, offsets = torch.from_numpy(table[s, at // page_size]).long(), torch.from_numpy(at % page_size)
+        storage.write(step.layer, pages, offsets, step.k[s], step.v[s])
     plan = make_plan(page_size, step.plan.q_indptr, step.plan.kv_lens, table)
     want = attend(step, SPLIT)
     step.storage = storage
@@ -117,6 +121,7 @@ SHARED = [
     Case((513, 560, 300), (1, 30, 3), shared=256, heads=4, kv_heads=1, kv_dtype="bf16"),
     Case((512, 512), (1, 1), shared=512, heads=2, kv_heads=1),
     Case((600, 530), (40, 2), shared=512, heads=3, kv_heads=1, page_size=64),
+    Case((600, 530), (1, 2), shared=512, heads=3, kv_heads=1, kv_dtype="int4", fp32=True),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_cases import CORE, Case, answer, check, make
 
+from paged.kv.codecs.int4 import rotate
 from paged.kv.storage import PageStorage
 from paged.ops.cuda_work import Cut
 from paged.ops.plan import make_plan
@@ -49,16 +50,55 @@ def test_every_way_to_cut_a_step_agrees_with_the_answer(case: Case, cut: Cut) ->
     run(case, cut)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["fp16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_every_head_size_and_type(head_dim: int, kv_dtype: str) -> None:
-    case = Case((300, 40), (2, 20), head_dim=head_dim, kv_dtype=kv_dtype, page_size=16)
+    fp32 = kv_dtype.startswith("int")
+    case = Case((300, 40), (2, 20), head_dim=head_dim, kv_dtype=kv_dtype, page_size=16, fp32=fp32)
     run(case, WHOLE)
     run(case, SPLIT)
     run(
-        cuda_cases.with_dim(Case((270, 9), (1, 1), heads=3, kv_heads=1, kv_dtype=kv_dtype), head_dim),
+        cuda_cases.with_dim(Case((270, 9), (1, 1), heads=3, kv_heads=1, kv_dtype=kv_dtype, fp32=fp32), head_dim),
         CUTS["split-simple"],
     )
+
+
+RECORDS = [
+    Case((5,), (1,), kv_dtype="int4", fp32=True),
+    Case((300, 17, 64), (1, 1, 1), heads=3, kv_heads=1, kv_dtype="int4", fp32=True),
+    Case((290, 33), (40, 33), heads=8, kv_heads=2, page_size=7, kv_dtype="int8", fp32=True),
+    Case((270, 600), (3, 70), heads=2, kv_heads=2, kv_dtype="int4", window=129, softcap=15.0, page_size=48, fp32=True),
+    Case((290, 270, 257), (1, 5, 2), shared=256, kv_dtype="int8", fp32=True, heads=4, kv_heads=1, page_size=1),
+]
+
+
+@pytest.mark.parametrize("order, copies", [("forward", "late"), ("reverse", "early"), ("random", "late")])
+@pytest.mark.parametrize("case", RECORDS, ids=str)
+def test_records_in_every_order_of_lanes(case: Case, order: str, copies: str) -> None:
+    run(case, SPLIT, order=order, copies=copies, seed=7)
+    run(case, Cut(min_blocks=0, simple=True), order=order, copies=copies, seed=8)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("count", [64, 128, 320, 64 * 9])
+def test_rotated_blocks_are_those_of_the_codec_bit_for_bit(size: int, count: int) -> None:
+    x = torch.randn(count)
+    want = x.unflatten(0, (-1, size)).clone()
+    if size > 1:
+        want = rotate(want)
+    sim = cuda_sim.module()
+    sim.rotate(x.data_ptr(), count, size, 0)
+    assert torch.equal(x, want.flatten())
+
+
+def test_a_rotation_ends_with_its_last_block() -> None:
+    x = torch.ones(40)
+    x[24:] = 7.0
+    cuda_sim.module().rotate(x.data_ptr(), 24, 8, 0)
+    assert x[:24].tolist() == [8.0, 0, 0, 0, 0, 0, 0, 0] * 3 and (x[24:] == 7).all()
+    for count, size in ((24, 16), (24, 3), (128, 128), (8, 0)):
+        with pytest.raises(RuntimeError, match="the launcher returned 1"):
+            cuda_sim.module().rotate(x.data_ptr(), count, size, 0)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (9, 3), (14, 2), (4, 2), (6, 1), (71, 1), (1, 1), (16, 1)])
@@ -117,14 +157,18 @@ def test_blocks_on_two_threads_agree_with_the_answer() -> None:
 
 @pytest.mark.parametrize("cut", [WHOLE, SPLIT, CUTS["whole-simple"]], ids=["whole", "split", "simple"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_behind_the_mask_never_reaches_a_result(cut: Cut, bad: float) -> None:
+@pytest.mark.parametrize("kv_dtype", ["fp16", "int8", "int4"])
+def test_a_value_behind_the_mask_never_reaches_a_result(cut: Cut, bad: float, kv_dtype: str) -> None:
     # Rows 1.. of the chunk hold no number in K and V: row 0 must not see them, although they share its tile.
-    case = Case((40, 20), (6, 1), heads=2, kv_heads=1)
+    case = Case((40, 20), (6, 1), heads=2, kv_heads=1, kv_dtype=kv_dtype, fp32=kv_dtype != "fp16")
     step = make(case)
     want, _ = answer(step)
-    pages = step.plan.slots[1:6] // 16
-    for plane in step.storage.layer(step.layer):
-        plane[torch.from_numpy(pages), :, torch.from_numpy(step.plan.slots[1:6] % 16)] = bad
+    slots, row = torch.from_numpy(step.plan.slots[1:6]), torch.full((5, 1, 64), bad)
+    if kv_dtype == "fp16":  # as they are: the codec would clamp infinity
+        for plane in step.storage.layer(step.layer):
+            plane[slots // 16, :, slots % 16] = bad
+    else:
+        step.storage.write(step.layer, slots // 16, slots % 16, row, row)
     out = cuda_sim.make_backend(cut).attend(step.q, step.storage, step.layer, step.plan, **step.options())
     assert out[[0, 6]].isfinite().all()
     assert float((out.double() - want)[[0, 6]].abs().max()) < 2e-3
@@ -187,9 +231,13 @@ def test_append_clamps_fp16_and_keeps_what_is_not_a_number(fp32: bool) -> None:
     assert kept[:, 3].isnan().all() and float(kept[0, 4]) == 65504.0
 
 
-def test_copied_pages_are_equal_and_the_others_untouched() -> None:
-    storage = PageStorage(KVSpec(2, 3, 80), 9, 5, "bf16")
-    storage.pages.normal_()
+@pytest.mark.parametrize(
+    "kv_dtype, head_dim, page_size, piece", [("bf16", 80, 5, 16), ("int8", 64, 16, 16), ("int4", 64, 1, 4)]
+)
+def test_copied_pages_are_equal_and_the_others_untouched(kv_dtype, head_dim: int, page_size: int, piece: int) -> None:
+    storage = PageStorage(KVSpec(1, 3, head_dim), 9, page_size, kv_dtype)
+    assert storage.page_bytes % 16 == 0 if piece == 16 else storage.page_bytes % 16
+    storage.pages.copy_(torch.randint(0, 100, storage.pages.shape))
     before = storage.pages.clone()
     src, dst = np.array([1, 8, 1], np.int32), np.array([0, 3, 7], np.int32)
     cuda_sim.make_backend().copy_pages(storage, src, dst)

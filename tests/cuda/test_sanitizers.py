@@ -17,8 +17,14 @@ pytestmark = [
     pytest.mark.skipif(bool(cuda_sim.missing_compiler()), reason=cuda_sim.missing_compiler()),
 ]
 
-INSTANCES = (("Bf16", 64), ("Fp16", 64), ("Fp16", 256))
-CASES = [*CORE, replace(CORE[1], head_dim=256), Case((280, 30), (9, 20), head_dim=256, softcap=5.0, window=100)]
+INSTANCES = (("Bf16", 64), ("Fp16", 64), ("Fp16", 256), ("Int8", 64), ("Int4", 64))
+RECORDS = [replace(CORE[2], kv_dtype="int8", fp32=True), replace(CORE[4], kv_dtype="int4", page_size=1)]
+CASES = [
+    *CORE,
+    *RECORDS,
+    replace(CORE[1], head_dim=256),
+    Case((280, 30), (9, 20), head_dim=256, softcap=5.0, window=100),
+]
 CUTS = {"split": Cut(min_blocks=1 << 20), "whole": Cut(min_blocks=0, simple=True)}
 LANES = [("forward", "late"), ("random", "early")]
 
