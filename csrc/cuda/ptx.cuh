@@ -90,7 +90,8 @@ __device__ __forceinline__ uint32_t load4(const void* from) { return __ldg(stati
 // The two types that are stored as they are and multiplied. `pack` puts two floats into one register, the first in the lower half, rounded to nearest even.
 struct Fp16 {
   static constexpr bool kRecord = false;  // a row of K, or of V, is its values; else see records.cuh
-  static constexpr int row_bytes(int head_dim) { return 2 * head_dim; }
+  template <int kDim>
+  static constexpr int kRowBytes = 2 * kDim;
   static constexpr uint32_t kOne = 0x3C00, kInf = 0x7C00;
   static constexpr float kLimit = 65504.0f;  // appended values are clamped to this; 0: no limit
 #ifdef PAGED_SIM
@@ -117,7 +118,8 @@ struct Fp16 {
 
 struct Bf16 {
   static constexpr bool kRecord = false;
-  static constexpr int row_bytes(int head_dim) { return 2 * head_dim; }
+  template <int kDim>
+  static constexpr int kRowBytes = 2 * kDim;
   static constexpr uint32_t kOne = 0x3F80, kInf = 0x7F80;
   static constexpr float kLimit = 0.0f;
 #ifdef PAGED_SIM

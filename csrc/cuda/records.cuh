@@ -24,31 +24,35 @@ __device__ __forceinline__ int group_of(int channel, int groups, int size) { ret
 
 struct Int8 : Fp16 {
   static constexpr bool kRecord = true;
-  static constexpr int row_bytes(int head_dim) { return record8_bytes(head_dim); }
+  template <int kDim>
+  static constexpr int kRowBytes = record8_bytes(kDim);
+  template <int kDim>
+  static constexpr int kGroups = num_groups(kDim, kGroup8);
 
   // Values chunk * 8 .. chunk * 8 + 7 of K, or of V.
   template <int kDim, bool kValue>
   static __device__ __forceinline__ uint4 read8(const unsigned char* record, int chunk) {
-    constexpr int kGroups = num_groups(kDim, kGroup8);
     const unsigned char* at = record + (kValue ? kDim : 0) + chunk * 8;
     const uint32_t low = load4(at), high = load4(at + 4);
     auto code = [&](int i) { return int(int8_t((i < 4 ? low : high) >> i % 4 * 8)); };
-    return scaled8(code, 0, record + 2 * kDim + 2 * (kValue * kGroups + group_of(chunk * 8, kGroups, kGroup8)));
+    return scaled8(code, 0, record + 2 * kDim + 2 * (kValue * kGroups<kDim> + group_of(chunk * 8, kGroups<kDim>, kGroup8)));
   }
 };
 
 struct Int4 : Fp16 {
   static constexpr bool kRecord = true;
-  static constexpr int row_bytes(int head_dim) { return record4_bytes(head_dim); }
+  template <int kDim>
+  static constexpr int kRowBytes = record4_bytes(kDim);
+  template <int kDim>
+  static constexpr int kGroups = num_groups(kDim, kGroup4);
 
   template <int kDim, bool kValue>
   static __device__ __forceinline__ uint4 read8(const unsigned char* record, int chunk) {
-    constexpr int kGroups = num_groups(kDim, kGroup4);
     const uint32_t word = load4(record + (kValue ? kDim / 2 : 0) + chunk * 4);
-    const uint32_t fifth = kValue ? 0 : record[kDim + 4 * kGroups + chunk];
+    const uint32_t fifth = kValue ? 0 : record[kDim + 4 * kGroups<kDim> + chunk];
     auto code = [&](int i) { return int((word >> 4 * i & 15) | (fifth >> i & 1) << 4); };
-    const unsigned char* scale = record + kDim + 2 * (kValue * kGroups + group_of(chunk * 8, kGroups, kGroup4));
-    return scaled8(code, kValue ? 8 : 16, scale);
+    const int group = kValue * kGroups<kDim> + group_of(chunk * 8, kGroups<kDim>, kGroup4);
+    return scaled8(code, kValue ? 8 : 16, record + kDim + 2 * group);
   }
 };
 

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kSimpleThreads, kSimpleBlocks) simple_kernel(c
   unsigned char* memory = dynamic_shared();
   auto* bases = reinterpret_cast<int64_t*>(memory);                       // [kSplit]
   auto* sums = reinterpret_cast<float*>(memory + Shape::kBases);          // [warps][kGroup][kDim + 2]
-  constexpr int kRow = T::row_bytes(kDim);
+  constexpr int kRow = T::template kRowBytes<kDim>;
   const int64_t head_offset = int64_t(kv_head) * p.page_size * kRow;
   const Plane<T, false> k_plane{p.k + head_offset};
   const Plane<T, true> v_plane{p.v + head_offset};

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kWarps * 32, TensorShape<kDim>::kBlocks) tenso
   auto* queries = ring + 3 * Shape::kHalf;
   auto* sums = reinterpret_cast<float*>(queries + (Shape::kQueryStays ? kWarps * 16 * kStride : 0)) + tid;
 
-  constexpr int kRow = T::row_bytes(kDim);
+  constexpr int kRow = T::template kRowBytes<kDim>;
   const int64_t head_offset = int64_t(kv_head) * p.page_size * kRow;
   const Plane<T, false> k_plane{p.k + head_offset};
   const Plane<T, true> v_plane{p.v + head_offset};

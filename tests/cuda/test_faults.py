@@ -25,6 +25,7 @@ pytestmark = [
 # narrow item that folds. The simple one walks three splits.
 TENSOR = (Case((290, 300), (40, 2), heads=2, kv_heads=1, page_size=7, spread=2.0), Cut(min_blocks=0))
 SIMPLE = (Case((600,), (1,), heads=2, kv_heads=1, spread=2.0), Cut(min_blocks=0, simple=True))
+RECORD = (Case((290, 300), (40, 2), heads=2, kv_heads=1, page_size=7, kv_dtype="int4", fp32=True), Cut(min_blocks=0))
 WIDE_LATE = "cp_async_wait<1>();\n    __syncthreads();\n    if (tile < last) load(k_plane"
 WIDE_V = "cp_async_wait<1>();\n    __syncthreads();\n    if (tile < last) load(v_plane"
 SUMS = "#pragma unroll\n    for (int i = 0; i < kEach"
@@ -41,6 +42,10 @@ def tensor(old: str, new: str) -> Fault:
 
 def simple(old: str, new: str) -> Fault:
     return Fault("simple.cuh", old, new)
+
+
+def records(old: str, new: str) -> Fault:
+    return Fault("records.cuh", old, new)
 
 
 BARRIERS = {
@@ -67,11 +72,15 @@ FAULTS = {
     "a fold that forgets": tensor("*sum = folded ?", "*sum = false ?"),
     "a row's sum over two lanes": tensor("l[r] += __shfl_xor_sync(kAllLanes, l[r], 2);", ""),
     "warps folded out of place": simple("from += kGroup * (kDim + 2);", "from += kDim + 2;"),
+    "halves of a byte exchanged": records("word >> 4 * i & 15", "word >> 4 * (i ^ 1) & 15"),
+    "fifth bits in reverse": records("fifth >> i & 1", "fifth >> (7 - i) & 1"),
+    "values off by one": records("kValue ? 8 : 16", "kValue ? 7 : 16"),
+    "the scales of K for V": records("const int group = kValue * kGroups<kDim> + ", "const int group = "),
 }
 
 
 def case_of(fault: Fault) -> tuple[Case, Cut]:
-    return TENSOR if fault.file == "tensor.cuh" else SIMPLE
+    return {"tensor.cuh": TENSOR, "simple.cuh": SIMPLE, "records.cuh": RECORD}[fault.file]
 
 
 def outcomes(fault: Fault, folder: Path) -> Iterator[tuple[int, str]]:
@@ -80,7 +89,7 @@ def outcomes(fault: Fault, folder: Path) -> Iterator[tuple[int, str]]:
     if "low[c" in fault.old:
         case = Case((290, 300), (40, 2), heads=2, kv_heads=1, window=70, spread=2.0)
     record(case, cut, folder / "case")
-    program = build("none", (("Fp16", 64),), fault)
+    program = build("none", ((case.kv_dtype.capitalize(), 64),), fault)
     for order in ORDERS:
         for copies in COPIES:
             done = run(program, folder / "case", order, copies)
@@ -97,10 +106,10 @@ def test_a_kernel_with_a_fault_differs_from_the_answer(fault: Fault, tmp_path: P
     raise AssertionError("\n".join(lines))
 
 
-@pytest.mark.parametrize("kind, case", [("tensor.cuh", TENSOR), ("simple.cuh", SIMPLE)], ids=["tensor", "simple"])
+@pytest.mark.parametrize("kind, case", [("tensor", TENSOR), ("simple", SIMPLE), ("records", RECORD)])
 def test_the_same_steps_without_a_fault_are_equal(kind: str, case: tuple[Case, Cut], tmp_path: Path) -> None:
     record(*case, tmp_path / "case")
-    program = build("none", (("Fp16", 64),))
+    program = build("none", ((case[0].kv_dtype.capitalize(), 64),))
     for order in ORDERS:
         for copies in COPIES:
             done = run(program, tmp_path / "case", order, copies)

@@ -25,7 +25,7 @@ NVCC = shutil.which("nvcc") or ""
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NVCC, reason="nvcc is not on the path")]
 
 ARCH = "sm_90"
-INSTANCES = [("Fp16", 64), ("Bf16", 80), ("Fp16", 96), ("Bf16", 128), ("Fp16", 256)]
+INSTANCES = [("Fp16", 64), ("Bf16", 80), ("Fp16", 96), ("Bf16", 128), ("Fp16", 256), ("Int8", 64), ("Int4", 64)]
 
 # The most registers a thread may take on sm_90, of the 65536 that all threads of a processor share: up to 168 leave
 # room for three blocks of 128 threads, up to 255 for two. A narrow item has 32 threads only.
@@ -47,7 +47,7 @@ class Kernel:
 
 def name_of(mangled: str) -> str:
     """ "tensor 4" for tensor_kernel with 4 warps, "simple 2" for simple_kernel of a group of 2."""
-    found = re.search(r"(\w*?\d)(tensor|simple|merge|append|copy)_kernel(.*)", mangled)
+    found = re.search(r"(\w*?\d)(tensor|simple|merge|append|append_records|rotate|copy)_kernel(.*)", mangled)
     assert found, mangled
     numbers = re.findall(r"Li(\d+)E", found[3])
     return f"{found[2]} {numbers[-1]}" if numbers else found[2]
@@ -115,7 +115,8 @@ def test_no_kernel_spills_and_each_keeps_to_its_registers(compiled) -> None:
 def test_the_kernels_hold_the_instructions_they_were_written_for(compiled) -> None:
     if not disassembler():
         pytest.skip("nvdisasm is not here (pip install nvidia-cuda-nvdisasm)")
-    (_, head_dim), cubin, kernels = compiled
+    (kind, head_dim), cubin, kernels = compiled
+    record = kind.startswith("Int")  # decoded on the way into shared memory, from words of 4 bytes
     count_sass(cubin, kernels)
     for name, kernel in kernels.items():
         assert count(kernel, "LDL") == count(kernel, "STL") == 0, name  # nothing lives in local memory
@@ -125,18 +126,21 @@ def test_the_kernels_hold_the_instructions_they_were_written_for(compiled) -> No
             # The path for values that are not finite holds as many again.
             products = 2 * (tile // 8) * (head_dim // 16)
             assert count(kernel, "HMMA.16816.F32") + count(kernel, "HMMA.16816.F32.BF16") >= products, name
-            assert count(kernel, "LDGSTS.E.BYPASS.128") >= 4, name  # K and V: 16 bytes from global to shared memory
+            # K and V: 16 bytes from global to shared memory
+            assert count(kernel, "LDGSTS.E.BYPASS.128") >= 4 or record, name
+            assert count(kernel, "LDGSTS") == 0 or not record, name
             assert count(kernel, "LDSM") >= products // 2, name
             assert count(kernel, "LDG.E.128") > 0, name
         else:
             assert count(kernel, "HMMA") == 0, name
-            assert count(kernel, "LDG.E.128") >= 8, name  # four keys under way, K and V
+            # Four keys under way, K and V.
+            assert count(kernel, "LDG.E" if record else "LDG.E.128") >= 8, name
             assert count(kernel, "LDGSTS") == 0, name
 
 
 def test_append_and_copy_move_16_bytes_at_a_time_and_nothing_spills(tmp_path: Path) -> None:
     cubin, kernels = compile_cubin('#include "cuda/launch.cu"\n', tmp_path)
-    assert set(kernels) == {"append", "copy", "merge"}
+    assert set(kernels) == {"append", "append_records", "rotate", "copy", "merge"}
     for name, kernel in kernels.items():
         assert kernel.spilled == 0 and kernel.registers <= 64, (name, kernel)
     if not disassembler():
