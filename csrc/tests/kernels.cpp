@@ -28,7 +28,7 @@ struct Shape {
 const std::vector<int> kLengths = {1, 37, 600, 1030, 64, 600};
 const std::vector<int> kRows = {1, 1, 1, 70, 64, 2};
 
-float as_float(const char* p, int dtype) {
+float as_float(const char* p, int dtype = kF16) {
   if (dtype == kF32) {
     float f;
     std::memcpy(&f, p, 4);
@@ -45,6 +45,40 @@ float as_float(const char* p, int dtype) {
   const int exponent = h >> 10 & 31;
   const float m = exponent ? 1.0f + float(h & 1023) / 1024.0f : float(h & 1023) / 512.0f;
   return std::ldexp(h & 0x8000 ? -m : m, exponent - 15);
+}
+
+// K, or V, of a position and head. A record is taken apart by the text of paged/kv/codecs, in plain loops.
+std::vector<double> stored(const Pages& pages, const char* row, bool value) {
+  const int dim = pages.head_dim;
+  std::vector<double> x(dim);
+  if (!pages.records()) {
+    const int64_t width = dtype_bytes(pages.dtype);
+    for (int c = 0; c < dim; ++c)
+      x[c] = as_float(row + (value ? pages.plane_bytes() : 0) + c * width, pages.dtype);
+    return x;
+  }
+  const bool eight = pages.dtype == kInt8;
+  const int size = eight ? 32 : 64, groups = std::max(1, dim / size);
+  const char* scales = row + (eight ? 2 * dim : dim) + (value ? 2 * groups : 0);
+  for (int c = 0; c < dim; ++c) {
+    int code;
+    if (eight) {
+      code = static_cast<signed char>(row[(value ? dim : 0) + c]);
+    } else {
+      const int byte = static_cast<unsigned char>(row[((value ? dim : 0) + c) / 2]);
+      code = (c % 2 ? byte >> 4 : byte & 15) - 8;
+      if (!value) code += (row[dim + 4 * groups + c / 8] >> c % 8 & 1) * 16 - 8;
+    }
+    x[c] = code * double(as_float(scales + 2 * std::min(c / size, groups - 1)));
+  }
+  if (eight || value) return x;
+  int block = 1;  // K is rotated back
+  while (block < 64 && dim % (2 * block) == 0) block *= 2;
+  std::vector<double> y(dim, 0.0);
+  for (int c = 0; c < dim; ++c)
+    for (int i = 0; i < block; ++i)
+      y[c] += x[c / block * block + i] * (__builtin_popcount(i & (c % block)) % 2 ? -1.0 : 1.0) / block;
+  return y;
 }
 
 // The largest difference from a plain evaluation in double, over the rows of one step.
@@ -93,27 +127,26 @@ double run(const CpuKernels& kernels, const Shape& s, bool cascade, int threads)
   run_attend(kernels, plan.partition(cut), a, threads);
 
   double worst = 0.0;
-  const int64_t width = dtype_bytes(s.dtype);
   for (int i = 0; i < seqs; ++i)
     for (int r = 0; r < kRows[i]; r += 13) {
       const int end = lens[i] - kRows[i] + r + 1, start = s.window && end > s.window ? end - s.window : 0;
       for (int h = 0; h < s.heads; ++h) {
         const float* query = &q[(size_t(q_indptr[i] + r) * s.heads + h) * s.head_dim];
         auto row = [&](int p) {
-          return pages.base + table[size_t(i) * columns + p / s.page_size] * pages.page_bytes() + 2 * pages.plane_bytes() +
+          return pages.base + table[size_t(i) * columns + p / s.page_size] * pages.page_bytes() + pages.layer_bytes() +
                  (int64_t(h / (s.heads / s.kv_heads)) * s.page_size + p % s.page_size) * pages.row_bytes();
         };
         std::vector<double> weight, sum(s.head_dim, 0.0);
         double total = 0.0;
         for (int p = start; p < end; ++p) {
           double score = 0.0;
-          for (int c = 0; c < s.head_dim; ++c) score += double(query[c]) * as_float(row(p) + c * width, s.dtype);
+          const std::vector<double> key = stored(pages, row(p), false), value = stored(pages, row(p), true);
+          for (int c = 0; c < s.head_dim; ++c) score += double(query[c]) * key[c];
           score *= 0.125;
           if (s.softcap != 0.0f) score = s.softcap * std::tanh(score / s.softcap);
           const double w = std::exp(score);
           total += w;
-          for (int c = 0; c < s.head_dim; ++c)
-            sum[c] += w * as_float(row(p) + pages.plane_bytes() + c * width, s.dtype);
+          for (int c = 0; c < s.head_dim; ++c) sum[c] += w * value[c];
         }
         for (int c = 0; c < s.head_dim; ++c) {
           const double d = std::fabs(sum[c] / total - out[(size_t(q_indptr[i] + r) * s.heads + h) * s.head_dim + c]);
@@ -136,7 +169,7 @@ int main() {
       std::printf("%s: not on this processor\n", isa);
       continue;
     }
-    for (int dtype : {kF32, kF16, kBF16})
+    for (int dtype : {kF32, kF16, kBF16, kInt8, kInt4})
       for (const Shape& s : {Shape{3, 1, 64, 16, dtype, 0, 0.0f}, Shape{8, 2, 128, 7, dtype, 100, 0.0f},
                              Shape{5, 1, 40, 64, dtype, 0, 5.0f}, Shape{2, 2, 256, 1, dtype, 513, 0.0f},
                              Shape{12, 2, 24, 256, dtype, 1, 0.0f}})
