@@ -56,7 +56,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--page-size", type=int, default=16, help="tokens a page (default: %(default)s)")
     group.add_argument("--num-pages", type=int, default=None, help="pages in the pool (default: by memory)")
-    group.add_argument("--kv-dtype", default="auto", help="auto, fp32, fp16 or bf16 (default: %(default)s)")
+    group.add_argument("--kv-dtype", default="auto", help="auto, fp32, fp16, bf16, int8 or int4 (default: auto)")
     group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once (default: %(default)s)")
     group.add_argument("--max-num-batched-tokens", type=int, default=None, help="rows a step (default: by device)")
     group.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", help="keep no pages for reuse")
