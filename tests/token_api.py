@@ -66,11 +66,13 @@ def counting(model) -> Iterator[Work]:
         work.add(batch, start, default)
         return run_loops(batch, storage, residual, start)
 
+    before = dict(model.__dict__)
     model.forward, model.run_loops = counted, counted_loops
     try:
         yield work
     finally:
         del model.forward, model.run_loops
+        model.__dict__.update((name, before[name]) for name in ("forward", "run_loops") if name in before)
 
 
 @contextmanager
