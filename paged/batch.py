@@ -15,12 +15,17 @@ from paged.session import Session
 def eval_batch(sessions: Sequence[Session], tokens: object) -> torch.Tensor:
     """Evaluate one more token in each session, in one pass over the weights; returns fp32 logits [sessions, vocab].
 
-    What each session gets is what `eval` gives it alone, bit for bit. Sessions of a model with recurrent state run one
-    after another, each with its own state. Errors as those of `eval`; where one session finds no page, none has moved.
+    What each session gets is what `eval` gives it alone, bit for bit. Errors as those of `eval`, and then none has moved.
+    Sessions of a model with recurrent state run one after another, each with its own state; there those before the one
+    that failed have moved. ValueError unless the sessions share one model and one pool, each being there once.
     """
     new = as_tokens(tokens)
     if len(new) != len(sessions):
         raise ValueError(f"{len(sessions)} sessions need one token each, got {len(new)}")
+    if not sessions:
+        raise ValueError("a batch needs at least one session")
+    if len(set(map(id, sessions))) < len(sessions):
+        raise ValueError("a batch must hold each session once: it would have two next tokens")
     model, storage = sessions[0].model, sessions[0].storage
     if any(session.model is not model or session.pool is not sessions[0].pool for session in sessions):
         raise ValueError("the sessions of a batch must share one model and one pool")
