@@ -15,7 +15,7 @@ from paged.session import Session
 def eval_batch(sessions: Sequence[Session], tokens: object) -> torch.Tensor:
     """Evaluate one more token in each session, in one pass over the weights; returns fp32 logits [sessions, vocab].
 
-    What each session gets is what `eval` gives it alone, bit for bit. Errors as those of `eval`, and then none has moved.
+    What each session gets is what `eval` gives it alone, bit for bit. Errors as those of `eval`; then none has moved.
     Sessions of a model with recurrent state run one after another, each with its own state; there those before the one
     that failed have moved. ValueError unless the sessions share one model and one pool, each being there once.
     """

@@ -16,7 +16,7 @@ from paged.speculative import SpeculativeDecoder
 from scheduler.engine import Engine
 from scheduler.intake import require_prefix
 from scheduler.output import RequestOutput
-from scheduler.prefixes import extend
+from scheduler.prefixes import attach, extend
 from scheduler.request import RequestOptions
 from scheduler.stops import StopSequences
 
@@ -71,7 +71,7 @@ def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) 
     [output] = engine.generate([tokens], call.params, **_options(prefix, call))
     samples = output.samples or (output,)
     for sample in samples:
-        _require_end(sample)
+        _require_end(engine, sample)
     return [sample.token_ids for sample in samples]
 
 
@@ -124,12 +124,13 @@ def _requested(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call:
         for event in events:
             yield from event.token_ids
     if events.output is not None:
-        _require_end(events.output)
+        _require_end(engine, events.output)
 
 
-def _require_end(output: RequestOutput) -> None:
-    """RequestFailed unless the request came to an end of its own."""
+def _require_end(engine: Engine, output: RequestOutput) -> None:
+    """RequestFailed unless the request came to an end of its own; Closed if the engine was closed meanwhile."""
     if output.finish_reason not in ("stop", "length"):
+        engine.require_open()
         raise RequestFailed(output.error or f"the request was {output.finish_reason} before its end")
 
 
@@ -147,25 +148,27 @@ def _drafted(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: C
             if token in ends and i >= least:
                 return
             yield token
+            engine.require_open()
 
 
 def _most_tokens(engine: Engine, tokens: Int32, call: Call) -> int:
-    """max_tokens; where that is None, what is left up to the model's length."""
-    most = call.params.max_tokens
-    return engine.model.max_seq_len - len(tokens) if most is None else most
+    """max_tokens; where that is None, what model and pool have room for."""
+    view = engine.model.view(call.loops, call.cache_window)
+    return engine.scheduler.fit(len(tokens), call.params.max_tokens, view) - len(tokens)
 
 
 @contextmanager
 def _session(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Iterator[Session]:
-    """A session that has evaluated `tokens`, from a prefix or from what is cached; the cache keeps them."""
+    """A session that has evaluated `tokens`, from a prefix or from what is cached; their full pages are cached."""
     with memory():
         session = _opened(engine, tokens, prefix, call)
     try:
         with memory():
             extend(engine, session, tokens[session.n_past :])
         with engine.lock:
-            if engine.cache is not None:
-                engine.cache.insert(session, tokens)
+            if engine.cache is not None:  # whole pages: a cached last one would have to be copied before the next token
+                size = engine.pool.page_size
+                engine.cache.insert(session, tokens[: len(tokens) // size * size])
         yield session
     finally:
         with engine.lock:
@@ -180,8 +183,7 @@ def _opened(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Ca
             require_prefix(engine, prefix, tokens, engine.model.view(call.loops, call.cache_window), "")
             return prefix.open(call.loops)
         session = Session(engine.model, engine.pool, call.loops, call.cache_window)
-        if engine.cache is not None:
-            engine.cache.attach(session, tokens)
+        attach(engine, session, tokens)
         return session
 
 

@@ -292,7 +292,7 @@ class Model:
         except RuntimeError:
             if prefix is None or self._closed:
                 raise
-            self.stats.pool_fallbacks += 1
+            self._count("pool_fallbacks")
             return self._run(tokens, None, call)
 
     # One prefix, several depths -------------------------------------------------------------------------------
@@ -395,12 +395,14 @@ class Model:
         self, loops: int | None, cache_window: int, stop_sequences: Stops, more: dict[str, Any], **sampling: Any
     ) -> Call:
         """What a call asks for; `more` may hold num_beams and draft_loops, and further fields of SamplingParams."""
-        self.engine.model.view(loops, cache_window)  # refuses what the model does not take
+        depth = self.engine.model.view(loops, cache_window).loops  # refuses what the model does not take
         if isinstance(stop_sequences, str):
             stop_sequences = [stop_sequences]
         texts = [stop for stop in stop_sequences if isinstance(stop, str)]
         ids = tuple(tuple(as_tokens(stop).tolist()) for stop in stop_sequences if not isinstance(stop, str))
         beams, drafts = more.pop("num_beams", 1), more.pop("draft_loops", 0)
+        if drafts >= max(1, depth):
+            raise ValueError(f"draft_loops must be at least 1 and below the {depth} loops of the call, got {drafts}")
         params = SamplingParams(**sampling, **more, stop=texts)
         return Call(params, loops, cache_window, ids, beams, drafts)
 
@@ -435,13 +437,17 @@ class Model:
         view = self.engine.model.view(call.loops, call.cache_window)
         entry = pool.match(tokens, view.loops, call.cache_window)
         if entry is None:
-            self.stats.pool_misses += 1
+            self._count("pool_misses")
             return None
-        self.stats.pool_hits += 1
+        self._count("pool_hits")
         if not self._serves(entry.handle, view):
-            self.stats.pool_fallbacks += 1
+            self._count("pool_fallbacks")
             return None
         return entry.handle
+
+    def _count(self, name: str) -> None:
+        with self.engine.lock:
+            setattr(self.stats, name, getattr(self.stats, name) + 1)
 
     def _run(self, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Any:
         """Prompt and continuation in one list; a list of those where several are asked for."""

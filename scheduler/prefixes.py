@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from paged.errors import OutOfPages
 from paged.kv.pages import Int32
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.resume import ResumeHandle
@@ -33,6 +34,14 @@ def open_session(engine: Engine, namespace: str, loops: int | None, cache_window
             session.release()
 
 
+def attach(engine: Engine, session: Session, tokens: Int32) -> None:
+    """Give a fresh session what is cached of `tokens`; nothing, if the pool has no room to copy a partial page to: what
+    would be attached is then evicted to compute it again."""
+    if engine.cache is not None:
+        with engine.lock, suppress(OutOfPages):
+            engine.cache.attach(session, tokens)
+
+
 def extend(engine: Engine, session: Session, tokens: Int32) -> None:
     """Evaluate `tokens` behind what the session has."""
     for start in range(0, len(tokens), CHUNK):
@@ -46,9 +55,7 @@ def build_prefix(
 ) -> PrefixHandle:
     """See Engine.build_prefix."""
     with open_session(engine, namespace, loops, cache_window) as session:
-        if engine.cache is not None:
-            with engine.lock:
-                engine.cache.attach(session, tokens)
+        attach(engine, session, tokens)
         extend(engine, session, tokens[session.n_past :])
         with engine.lock:
             if engine.cache is not None:

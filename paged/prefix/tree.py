@@ -480,6 +480,6 @@ class PageTree:
         check(not (firm & (index.pages < 0))[live].any(), "a page is missing that every sequence needs")
         below = live[index.parent[live] >= 0]
         used = (refs > 1) & firm
-        idle_above = used[below].any(axis=1) & ~(used | ~firm)[index.parent[below]].all(axis=1)
+        idle_above = used[below] & ~(used | ~firm)[index.parent[below]]
         check(not idle_above.any(), "a page is in use and its parent is not")
         check(not self.max_pages or self.held_pages <= self.max_pages, "more pages are held than max_pages")
