@@ -64,7 +64,7 @@ class Model:
         cache_window        W > 0: every token sees the last W positions alone
         stop_sequences      strings, or sequences of token ids (which are left out of the result)
         grammar             see paged.Grammar
-        num_beams           > 1: the best continuation that beam search finds; nothing is sampled, and no grammar is kept to
+        num_beams           > 1: the best continuation that beam search finds; nothing is sampled, there is no grammar
         draft_loops         > 0: draft at this depth and verify at `loops`; the tokens stay the same
         n                   > 1: a list of that many continuations instead of one
 
