@@ -155,6 +155,8 @@ class Admission:
         except BaseException:
             pool.release(placement.pages[placement.pages >= 0])
             raise
+        if request.cursor is not None:  # it stands on none of the cached pages: what it publishes merges with them
+            request.cursor.restart()
         return placement
 
     def _fill(self, request: Request, placement: Placement, spare: int) -> Placement | None:

@@ -159,7 +159,7 @@ class Scheduler:
             self._vacate(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        request.cursor = None
+        request.cursor = request.prefix = None  # whoever keeps the request keeps no pages
         del self.requests[request.id]
         self.stats.num_finished += 1
 

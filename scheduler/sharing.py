@@ -45,7 +45,10 @@ class StepSharing:
             key = (parent, request.view.loops, tokens[column * size : (column + 1) * size].tobytes())
             found = self._offered.get(key)
             if found is None:
-                found = (-1 - len(self._offered), np.array(state.page_table[:, slot, column], np.int32))
+                pages = state.page_table[:, slot, column]
+                if int(pages[request.view.groups].min()) < 0:  # of a prefix that a window had left before
+                    break
+                found = (-1 - len(self._offered), np.array(pages, np.int32))
                 self._offered[key] = found
             parent = found[0]
 

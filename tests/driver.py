@@ -7,6 +7,7 @@ from fakes import EchoModel
 
 from paged.kv.pages import PagePool
 from paged.prefix.cache import PrefixCache
+from paged.prefix.handles import PrefixHandle
 from paged.prefix.hashing import page_hash
 from paged.sampling import SamplingParams
 from scheduler.config import SchedulerConfig
@@ -49,14 +50,27 @@ class Driver:
         max_tokens: int | None = 8,
         namespace: str = "",
         stops: PrefillStops | None = None,
+        loops: int | None = None,
+        cache_window: int = 0,
+        prefix: PrefixHandle | None = None,
         **params,
     ) -> Request:
         ids = np.asarray(prompt, np.int32)
-        limit = self.scheduler.fit(len(ids), max_tokens)
+        view = self.model.view(loops, cache_window)
+        limit = self.scheduler.fit(len(ids), max_tokens, view)
         settings = SamplingParams(max_tokens=max_tokens, **params)
         ends = () if settings.ignore_eos else self.model.eos_token_ids
         request = Request(
-            name, ids, settings, 0, ends, limit, namespace, stops=stops or PrefillStops(), view=self.scheduler.view
+            name,
+            ids,
+            settings,
+            0,
+            ends,
+            limit,
+            namespace,
+            stops=stops or PrefillStops(),
+            view=view,
+            prefix=prefix,
         )
         self.scheduler.add(request)
         self.outputs[name] = []
@@ -105,7 +119,7 @@ class Driver:
         self.scheduler.finish(request, "cancelled")
         self.scheduler.check()
         so_far = self.outputs.pop(name)
-        assert so_far == self.model.greedy(request.prompt.tolist(), len(so_far)), name
+        assert so_far == self.greedy(request, len(so_far)), name
 
     def preempt(self, name: str) -> None:
         self.scheduler.preempt(self.requests[name])
@@ -129,6 +143,13 @@ class Driver:
     def expect_all_exact(self) -> None:
         """Every output is what the model gives without pages, batches or caches."""
         for name, request in self.requests.items():
-            tokens = request.params.max_tokens or 10**9
-            tokens = min(tokens, self.scheduler.capacity - request.num_prompt)
-            assert self.outputs[name] == self.model.greedy(request.prompt.tolist(), tokens), name
+            assert self.outputs[name] == self.exact(request), name
+
+    def exact(self, request: Request) -> list[int]:
+        """What the model gives a request without pages, batches or caches."""
+        tokens = request.params.max_tokens or 10**9
+        return self.greedy(request, min(tokens, self.scheduler.capacity_for(request.view) - request.num_prompt))
+
+    def greedy(self, request: Request, num_tokens: int) -> list[int]:
+        view = request.view
+        return self.model.greedy(request.prompt.tolist(), num_tokens, view.loops or None, view.cache_window)

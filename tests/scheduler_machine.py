@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 from cache_machine import HASHES
 from driver import Driver
-from fakes import EchoHybrid, EchoModel
+from fakes import EchoHybrid, EchoLooped, EchoModel
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from paged.errors import PromptTooLong
+from paged.errors import OutOfPages, PromptTooLong
+from paged.prefix.handles import PrefixHandle
+from paged.session import Session
 from scheduler.request import PrefillStops
 
 VOCABULARY = 5
 BASE = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 2, 4, 1, 3, 0, 0, 1, 1, 2, 2]  # prompts open like this, but for the first token
+KINDS = {
+    "attention": EchoModel,
+    "recurrent": EchoHybrid,
+    "looped": partial(EchoLooped, max_loops=3),
+    "layers after": partial(EchoLooped, max_loops=3, after=True),
+}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Driver.step() runs every check() after each step; the end compares every output."""
+    """Driver.step() runs every check() after each step; the end compares every output.
 
+    Requests differ in depth, where the model loops, and in cache window; some start from a prefix that was computed
+    beside them.
+    """
+
+    kinds: tuple[str, ...] = ("attention", "attention", "recurrent", "looped", "layers after")
+    cache_windows: tuple[tuple[int, ...], ...] = ((0,), (0, 3), (0, 2, 5))
     hashes = tuple(HASHES)
     page_sizes = (1, 2, 4, 8)
     budgets = (1, 3, 8, 64)
 
     @initialize(
         data=st.data(),
-        kind=st.sampled_from([EchoModel, EchoModel, EchoHybrid]),
         windows=st.lists(st.sampled_from([0, 0, 0, 3, 5, 9]), min_size=1, max_size=3),
         partial=st.booleans(),
         states=st.sampled_from([0, 1, 3, 16]),
@@ -34,10 +50,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.sampled_from([True, True, True, False]),
         bound=st.sampled_from([0, 0, 3]),
     )
-    def start(self, data, kind, windows, partial, states, room: int, chunk: int, slots: int, cache: bool, bound: int):
-        page_size = data.draw(st.sampled_from(self.page_sizes))
-        num_groups = len(windows)
-        model = kind(VOCABULARY, windows=tuple(windows), eos=(4,) if room % 2 else ())
+    def start(self, data, windows, partial, states, room: int, chunk: int, slots: int, cache: bool, bound: int):
+        page_size, kind = data.draw(st.sampled_from(self.page_sizes)), data.draw(st.sampled_from(self.kinds))
+        self.windows = data.draw(st.sampled_from(self.cache_windows))
+        self.looped = KINDS[kind] not in (EchoModel, EchoHybrid)
+        model = KINDS[kind](VOCABULARY) if self.looped else KINDS[kind](VOCABULARY, windows=tuple(windows))
+        model.eos_token_ids = (4,) if room % 2 else ()
+        num_groups = model.spec.num_groups
+        self.handles: list[PrefixHandle] = []
         self.driver = Driver(
             num_pages=-(-room // page_size) * num_groups,
             page_size=page_size,
@@ -64,22 +84,78 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace=st.sampled_from(["", "", "", "other"]),
         twins=st.integers(1, 3),
         marks=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+        data=st.data(),
     )
-    def submit(self, first: int, shared: int, tail: list[int], max_tokens: int, namespace: str, twins: int, marks):
+    def submit(
+        self, first: int, shared: int, tail: list[int], max_tokens: int, namespace: str, twins: int, marks, data
+    ):
         prompt = [first, *BASE[1:shared], *tail]
         stops = PrefillStops(*sorted(m if m < len(prompt) else 0 for m in marks))
         for _ in range(twins):
-            if len(self.driver.scheduler.requests) < 8:
-                try:
-                    self.driver.submit(f"r{self.count}", prompt, max_tokens, namespace, stops)
-                except PromptTooLong:
-                    assert len(prompt) >= self.driver.scheduler.capacity
-                self.count += 1
+            loops, window = self.draw_view(data)
+            self.ask(prompt, max_tokens, namespace, stops, loops=loops, cache_window=window)
+
+    def ask(self, prompt: list[int], max_tokens: int, namespace: str, stops: PrefillStops | None, **options) -> None:
+        if len(self.driver.scheduler.requests) == 8:
+            return
+        try:
+            self.driver.submit(f"r{self.count}", prompt, max_tokens, namespace, stops, **options)
+        except PromptTooLong:
+            view = self.driver.model.view(options["loops"], options["cache_window"])
+            assert len(prompt) >= self.driver.scheduler.capacity_for(view)
+        self.count += 1
+
+    def draw_view(self, data) -> tuple[int | None, int]:
+        """A depth and a cache window."""
+        loops = data.draw(st.sampled_from([None, 1, 2, 3])) if self.looped else None
+        return loops, data.draw(st.sampled_from(self.windows))
+
+    @precondition(lambda self: self.handles)
+    @rule(
+        n=st.integers(0, 1),
+        tail=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
+        max_tokens=st.integers(1, 8),
+        loops=st.sampled_from([None, None, 1, 2]),
+    )
+    def submit_behind(self, n: int, tail: list[int], max_tokens: int, loops: int | None) -> None:
+        """A request that starts from a kept prefix, at its depth or at a smaller one; it may be no longer than that."""
+        handle = self.handles[n % len(self.handles)]
+        if loops is None or not handle.share_depths or loops > handle.loops:
+            loops = handle.loops or None
+        options = {"loops": loops, "cache_window": handle.cache_window, "prefix": handle}
+        self.ask([*handle.tokens.tolist(), *tail], max_tokens, handle.namespace, None, **options)
+
+    @precondition(lambda self: len(self.handles) < 2)
+    @rule(length=st.integers(1, len(BASE)), namespace=st.sampled_from(["", "", "other"]), data=st.data())
+    def keep(self, length: int, namespace: str, data) -> None:
+        """Compute a prefix beside the requests, and keep it for some of them."""
+        driver, (loops, window) = self.driver, self.draw_view(data)
+        session = Session(driver.model, driver.pool, loops, window, namespace)
+        tokens = np.array(BASE[:length], np.int32)
+        try:
+            if driver.cache is not None:
+                driver.cache.attach(session, tokens)
+            session.eval(tokens[session.n_past :])
+        except OutOfPages:
+            return
+        if driver.cache is not None and data.draw(st.booleans()):
+            driver.cache.insert(session, tokens)
+        loop = driver.model.spec.loop
+        self.handles.append(PrefixHandle(session, loop is not None and loop.after_group is None))
+        session.release()
+        driver.scheduler.check()
 
     @precondition(lambda self: self.driver.scheduler.has_work)
     @rule()
     def step(self) -> None:
-        assert self.driver.step() is not None, "there is work and nothing runs"
+        if self.driver.step() is None:  # what is kept may be in the way
+            self.let_prefixes_go()
+            assert self.driver.step() is not None, "there is work and nothing runs"
+
+    def let_prefixes_go(self) -> None:
+        self.handles.clear()
+        for request in self.driver.scheduler.requests.values():
+            request.prefix = None
 
     @precondition(lambda self: self.driver.scheduler.has_work)
     @rule(n=st.integers(2, 6))
@@ -128,6 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.driver.cache is None:
             return
         self.driver.cache.release()
+        self.let_prefixes_go()
         self.driver.model.weights += 1
         for name, request in list(self.driver.requests.items()):
             if request.finish_reason is not None:
@@ -141,8 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         model, request = self.driver.model, self.driver.requests[name]
         now, model.weights = model.weights, weights
         try:
-            most = min(request.params.max_tokens, self.driver.scheduler.capacity - request.num_prompt)
-            return model.greedy(request.prompt.tolist(), most)
+            return self.driver.exact(request)
         finally:
             model.weights = now
 
@@ -151,7 +227,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         driver = self.driver
         while driver.scheduler.has_work:
-            assert driver.step() is not None, "there is work and nothing runs"
+            self.step()
+        self.let_prefixes_go()
         driver.expect_all_exact()
         assert driver.pool.num_live == 0
         sharing = driver.scheduler.sharing

@@ -181,7 +181,7 @@ class PageTree:
         stats.hit_tokens += rows
         stats.partial_hits += rows > 0
         if cursor.depth:
-            stats.hit_pages += cursor.depth * self.num_groups
+            stats.hit_pages += cursor.depth * cursor.view.num_groups
             stats.hit_tokens += cursor.depth * self.pool.page_size
             chain = self._chains.get(int(self.index.chain[cursor.last]))
             if chain is not None:
@@ -208,7 +208,7 @@ class PageTree:
             if theirs is not None:
                 self.pool.share(theirs[theirs >= 0])  # holding the bound, below, must not take it away
                 merged.append((column, theirs))
-        stats.merged_pages += len(merged) * self.num_groups
+                stats.merged_pages += int(np.count_nonzero(theirs != pages[:, column]))
         first, keys = cursor.depth, cursor.keys_to(tokens, end)
         for column in range(first, end):
             key = keys[column]
@@ -220,9 +220,8 @@ class PageTree:
             if self._held_elsewhere(ids):
                 break
             own = tokens[column * size : (column + 1) * size]
-            whole = self.num_groups - ids.count(NO_PAGE) == cursor.view.num_groups
-            if column == first and whole:  # what follows has a new parent, without children
-                self._supersede(cursor, own)
+            if column == first:  # what follows has a new parent, without children
+                self._supersede(cursor, own, pages[:, column])
             self._enter(cursor, key, own, pages[:, column], preview)
         if self.listen is not None and cursor.depth > first:
             self._tell_stored(cursor, first, keys[first : cursor.depth], tokens[first * size :])
@@ -253,12 +252,14 @@ class PageTree:
             return
         if self._held_elsewhere(pages.tolist()):
             return
-        self._supersede(cursor, rows)
-        while self.max_pages and self.held_pages + len(pages) > self.max_pages:
+        self._supersede(cursor, rows, pages)
+        while self.max_pages and self.held_pages + np.count_nonzero(pages >= 0) > self.max_pages:
             other = self.queue.pop()
             if other is None:
                 return
             self._give_up(other)
+        if not self._may_publish(cursor):  # places whose pages a window had left went too
+            return
         self._enter(cursor, key, rows, pages, preview)
         if self.listen is not None:
             self._tell_stored(cursor, cursor.depth, [key], rows)
@@ -332,11 +333,12 @@ class PageTree:
         self._chains[cursor.chain] = PrefixChain(cursor.chain, preview, time.time())
         self._next_chain += 1
 
-    def _supersede(self, cursor: Cursor, tokens: Int32) -> None:
-        """A tail whose rows all stand at the head of the page about to be entered is of no more use."""
+    def _supersede(self, cursor: Cursor, tokens: Int32, pages: Int32) -> None:
+        """A tail whose rows all stand at the head of `pages`, about to be entered, is of no more use."""
         node, shared = self.index.closest(cursor, tokens)
         if node >= 0 and shared == self.index.rows[node] < self.pool.page_size and self._idle(node):
-            self._evict(node)
+            if not ((self.index.pages[node] >= 0) & (pages < 0)).any():  # else it has iterations that these lack
+                self._evict(node)
 
     # Room -----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,10 @@ from paged.kv.page_table import PageTable
 from paged.kv.pages import PagePool
 from paged.ops.dispatch import get_backend
 from paged.prefix.cache import PrefixCache
+from paged.prefix.handles import PrefixHandle
 from paged.prefix.index import Cursor, PrefixIndex
+from scheduler import admission
+from scheduler.admission import Admission
 from scheduler.scheduler import Scheduler
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
@@ -47,6 +50,29 @@ class SlowPrefill(SchedulerMachine):
     hashes = ("real",)
     page_sizes = (8,)
     budgets = (3,)
+
+
+class Looped(SchedulerMachine):
+    """Depths in one tree."""
+
+    kinds = ("looped",)
+    hashes = ("real",)
+
+
+class LayersAfter(SchedulerMachine):
+    """A namespace for each depth."""
+
+    kinds = ("layers after",)
+    hashes = ("real",)
+    cache_windows = ((0,),)
+
+
+class Windowed(SchedulerMachine):
+    """Cache windows of requests."""
+
+    kinds = ("attention",)
+    hashes = ("real",)
+    cache_windows = ((0, 2, 5),)
 
 
 def a_reference_is_dropped_on_share(patch: Patch) -> None:
@@ -249,6 +275,93 @@ def the_last_page_of_a_table_is_not_extended(patch: Patch) -> None:
     patch.setattr(Scheduler, "_extend_tables", extend)
 
 
+# Depths and cache windows ------------------------------------------------------------------------------------------
+
+
+def a_shallow_match_serves_a_deep_request(patch: Patch) -> None:
+    patch.setattr(PrefixCache, "_has_pages", lambda self, cursor, depth, rows=0: True)
+
+
+def pages_are_taken_in_every_group(patch: Patch) -> None:
+    def extend(self: Slots, slots: np.ndarray) -> None:
+        pages = self.pool.alloc(self.uses.shape[0] * len(slots)).reshape(-1, len(slots))
+        self.page_table[:, slots, self.num_pages[slots]] = pages
+        self.num_pages[slots] += 1
+
+    patch.setattr(Slots, "extend", extend)
+
+
+def the_deepest_pages_leak(patch: Patch) -> None:
+    real = Slots.vacate
+
+    def vacate(self: Slots, slot: int) -> np.ndarray:
+        deepest = self.pages(slot)[int(np.flatnonzero(self.uses[:, slot])[-1])]
+        self.pool.share(deepest[deepest >= 0])
+        return real(self, slot)
+
+    patch.setattr(Slots, "vacate", vacate)
+
+
+def a_window_is_left_a_token_too_early(patch: Patch) -> None:
+    real = Slots.leave
+
+    def leave(self: Slots, slots: np.ndarray) -> None:
+        self.computed[slots] += 1
+        real(self, slots)
+        self.computed[slots] -= 1
+
+    patch.setattr(Slots, "leave", leave)
+
+
+def offers_ignore_the_depth(patch: Patch) -> None:
+    class Shallow(dict):
+        def get(self, key, default=None):
+            return super().get((key[0], key[2]), default)
+
+        def __setitem__(self, key, value):
+            super().__setitem__((key[0], key[2]), value)
+
+    real = StepSharing.__init__
+
+    def init(self: StepSharing, page_size: int) -> None:
+        real(self, page_size)
+        self._offered = Shallow()
+
+    patch.setattr(StepSharing, "__init__", init)
+
+
+def a_field_is_missing_from_the_namespace(patch: Patch, field: str) -> None:
+    real = PrefixCache.namespace_key
+
+    def key(self: PrefixCache, namespace: str = "", **fields: object) -> bytes:
+        return real(self, namespace, **{name: value for name, value in fields.items() if name != field})
+
+    patch.setattr(PrefixCache, "namespace_key", key)
+
+
+def the_cache_window_is_missing_from_the_namespace(patch: Patch) -> None:
+    a_field_is_missing_from_the_namespace(patch, "cache_window")
+
+
+def the_depth_is_missing_from_the_namespace(patch: Patch) -> None:
+    a_field_is_missing_from_the_namespace(patch, "loops")
+
+
+def a_prefix_is_entered_where_its_window_has_left(patch: Patch) -> None:
+    patch.setattr(admission, "_reaches", lambda prefix, request: True)
+
+
+def the_last_page_of_a_prefix_is_not_copied(patch: Patch) -> None:
+    real = Admission._from_prefix
+
+    def from_prefix(self: Admission, prefix: PrefixHandle, request, spare: int):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(type(get_backend("cpu")), "copy_pages", lambda self, storage, src, dst: None)
+            return real(self, prefix, request, spare)
+
+    patch.setattr(Admission, "_from_prefix", from_prefix)
+
+
 FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (RealHash, a_reference_is_dropped_on_share),
     (RealHash, a_reference_is_kept_on_release),
@@ -273,6 +386,15 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (SlowPrefill, a_release_ends_no_epoch),
     (SchedulerMachine, a_published_twin_is_not_taken_over),
     (SchedulerMachine, the_last_page_of_a_table_is_not_extended),
+    (Looped, a_shallow_match_serves_a_deep_request),
+    (Looped, pages_are_taken_in_every_group),
+    (Looped, the_deepest_pages_leak),
+    (Windowed, a_window_is_left_a_token_too_early),
+    (Looped, offers_ignore_the_depth),
+    (Windowed, the_cache_window_is_missing_from_the_namespace),
+    (LayersAfter, the_depth_is_missing_from_the_namespace),
+    (Windowed, a_prefix_is_entered_where_its_window_has_left),
+    (SchedulerMachine, the_last_page_of_a_prefix_is_not_copied),
 ]
 
 
@@ -285,6 +407,6 @@ def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [RealHash, OneHash, SlowPrefill])
+@pytest.mark.parametrize("machine", [RealHash, OneHash, SlowPrefill, Looped, LayersAfter, Windowed])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=60))
