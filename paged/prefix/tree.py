@@ -335,10 +335,12 @@ class PageTree:
 
     def _supersede(self, cursor: Cursor, tokens: Int32, pages: Int32) -> None:
         """A tail whose rows all stand at the head of `pages`, about to be entered, is of no more use."""
-        node, shared = self.index.closest(cursor, tokens)
-        if node >= 0 and shared == self.index.rows[node] < self.pool.page_size and self._idle(node):
-            if not ((self.index.pages[node] >= 0) & (pages < 0)).any():  # else it has iterations that these lack
-                self._evict(node)
+        index = self.index
+        node, shared = index.closest(cursor, tokens)
+        if node < 0 or not shared == index.rows[node] < self.pool.page_size or not self._idle(node):
+            return
+        if not ((index.pages[node] >= 0) & (pages < 0)).any():  # else it has iterations that these lack
+            self._evict(node)
 
     # Room -----------------------------------------------------------------------------------------------------
 
