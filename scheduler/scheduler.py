@@ -379,16 +379,13 @@ class Scheduler:
             self._publish(requests[i], int(after[filled[i]]))
 
     def _publish(self, request: Request, computed: int) -> None:
-        """Enter the pages that this step filled; where another request was first, use its page instead."""
+        """Enter the pages that this step filled."""
         state, slot, cursor = self.state, request.slot, request.cursor
         if self.cache is None or cursor is None:
             return
         full = computed // self.pool.page_size
         tokens = state.tokens[slot, :computed]
-        for column, pages in self.cache.publish(cursor, tokens, state.page_table[:, slot, :full]):
-            old = state.page_table[:, slot, column].copy()
-            state.page_table[:, slot, column] = pages
-            self.pool.release(old[old >= 0])
+        self.cache.publish(cursor, tokens, state.page_table[:, slot, :full])
 
     def _vacate(self, request: Request, preempted: bool = False) -> None:
         check(self._in_flight is None, "a running request was ended or preempted between schedule() and commit()")
@@ -425,8 +422,6 @@ class Scheduler:
         refs = self.pool.held.astype(np.int32)
         if self.cache is not None:
             refs += self.cache.pins.refs()
-        for slot in self.state.running.tolist():
-            refs[self.state.page_ids(slot)] += 1
-        for table in list(self.pool.tables):  # of handles, and of sessions that are driven by hand
-            refs[table.ids] += 1
+        for holder in list(self.pool.holders):  # the slots, and what is driven by hand beside them
+            holder.count(refs)
         check(bool((refs == self.pool.refs).all()), "references and page tables do not add up")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paged.errors import check
-from paged.kv.pages import PagePool
+from paged.kv.pages import Int64, PagePool
 from scheduler.request import Int32, Request
 
 NO_STOP = 2**31 - 1
@@ -41,6 +41,7 @@ class Slots:
 
     def __init__(self, num_slots: int, max_seq_len: int, pool: PagePool, num_groups: int) -> None:
         self.pool = pool
+        pool.holders.add(self)
         columns = -(-max_seq_len // pool.page_size)
         self.tokens = np.zeros((num_slots, max_seq_len), np.int32)
         self.prompt_len = np.zeros(num_slots, np.int32)
@@ -134,6 +135,20 @@ class Slots:
             columns[:] = -1
             self.left[group, slot] = end
             self.pool.release(ids)
+
+    def exchange(self, column: int, groups: Int64, old: Int32, new: Int32) -> Int64:
+        """Put `new[i]` where `old[i]` stands in a column of group `groups[i]`; how often, [len(groups)]. The caller
+        (`PagePool.exchange`) moves the references."""
+        slots = self.running[self.num_pages[self.running] > column]
+        here = self.page_table[groups[:, None], slots, column] == old[:, None]
+        for i, j in np.argwhere(here).tolist():
+            self.page_table[groups[i], slots[j], column] = new[i]
+        return here.sum(axis=1)
+
+    def count(self, refs: Int32) -> None:
+        """Add the references that the running slots hold to `refs` [num_pages]."""
+        for slot in self.running.tolist():
+            refs[self.page_ids(slot)] += 1
 
     def vacate(self, slot: int) -> Int32:
         """Free the slot and return a copy of its known tokens; its pages go back to the pool."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import EchoModel
+from fakes import EchoLooped, EchoModel
 
 from paged.errors import CheckFailed
 from paged.kv.pages import PagePool
@@ -47,7 +47,8 @@ class Hand:
         **options,
     ) -> None:
         """`options` are those of PrefixCache."""
-        self.model = model or kind(vocab_size, num_groups=num_groups, windows=windows)
+        groups = {} if issubclass(kind, EchoLooped) else {"num_groups": num_groups, "windows": windows}
+        self.model = model or kind(vocab_size, **groups)
         self.pool = self.model.create_kv_pool(num_pages, page_size)
         self.cache = PrefixCache(self.pool, max_pages, hash_page=hash_page, **options)
 

@@ -230,6 +230,13 @@ class EchoLooped(EchoModel):
         self.fingerprint += "-looped"
 
 
+class EchoAfter(EchoLooped):
+    """An EchoLooped with a layer behind its loop block."""
+
+    def __init__(self, vocab_size: int = 97, max_loops: int = 4, default_loops: int = 2) -> None:
+        super().__init__(vocab_size, max_loops, default_loops, after=True)
+
+
 class ByteTokenizer:
     """Token i stands for `pieces[i]`; a prompt text is one token a byte where the vocabulary has that byte.
 

@@ -376,8 +376,7 @@ class HandMachine(RuleBasedStateMachine):
         whole = len(tokens) // self.size
         new = self.whole_pages(session, tokens) - self.cached if alive else set()
         self.remember()
-        for column, pages in self.cache.publish(cursor, session.tokens, session.table.rows[:, :whole]):
-            session.table.replace(column, pages)
+        self.cache.publish(cursor, session.tokens, session.table.rows[:, :whole])
         bound = self.options["max_pages"]
         self.settle(new, None if bound else 0, self.superseded(new))
         if not bound and not any(self.windows):

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from cache_machine import HASHES
 from driver import Driver
-from fakes import EchoHybrid, EchoLooped, EchoModel
+from fakes import EchoAfter, EchoHybrid, EchoLooped, EchoModel
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -22,7 +22,7 @@ KINDS = {
     "attention": EchoModel,
     "recurrent": EchoHybrid,
     "looped": partial(EchoLooped, max_loops=3),
-    "layers after": partial(EchoLooped, max_loops=3, after=True),
+    "layers after": partial(EchoAfter, max_loops=3),
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paged.errors import check
-from paged.kv.pages import Int32, PagePool
+from paged.kv.pages import Int32, Int64, PagePool
 from paged.ops.dispatch import get_backend
 
 
@@ -26,7 +26,7 @@ class PageTable:
         self.pool = pool
         self.groups: Int32 = np.arange(num_groups, dtype=np.int32) if groups is None else groups
         self._rows = np.zeros((num_groups, 0), np.int32)
-        pool.tables.add(self)
+        pool.holders.add(self)
 
     @property
     def num_groups(self) -> int:
@@ -81,15 +81,19 @@ class PageTable:
         """Take over columns `[num_groups, n]` whose references were already taken for this table."""
         self._rows = np.ascontiguousarray(np.concatenate([self._rows, columns], axis=1))
 
-    def replace(self, column: int, ids: Int32) -> None:
-        """Put pages `ids [num_groups]` with equal contents into `column`; a reference to each was taken for this table.
+    def exchange(self, column: int, groups: Int64, old: Int32, new: Int32) -> Int64:
+        """Put `new[i]` where `old[i]` stands in a column of group `groups[i]`; how often, [len(groups)]. The caller
+        (`PagePool.exchange`) moves the references."""
+        here = np.zeros(len(groups), np.int64)
+        if column < self.num_pages:
+            here[self._rows[groups, column] == old] = 1
+            self._rows = self._rows.copy()  # earlier readers keep the table they were given
+            self._rows[groups[here > 0], column] = new[here > 0]
+        return here
 
-        The references to the pages that stood there are dropped.
-        """
-        old = self._rows[:, column].copy()
-        self._rows = self._rows.copy()
-        self._rows[:, column] = ids
-        self.pool.release(old[old >= 0])
+    def count(self, refs: Int32) -> None:
+        """Add the references that this table holds to `refs` [num_pages]."""
+        refs[self.ids] += 1
 
     def slot(self, position: int, group: int = 0) -> int:
         """Where a position lies: page id * page_size + offset, in 64 bits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -13,13 +13,20 @@ import numpy.typing as npt
 from paged.errors import OutOfPages, UnsupportedShape, check
 
 if TYPE_CHECKING:
-    from paged.kv.page_table import PageTable
     from paged.kv.storage import PageStorage
     from paged.spec import StateSpec
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 MAX_PAGES = 2**31 - 1  # page ids are int32 everywhere; offsets made from them are 64-bit
+
+
+class PageHolder(Protocol):
+    """Who has pages of sequences: see PageTable."""
+
+    def exchange(self, column: int, groups: Int64, old: Int32, new: Int32) -> Int64: ...
+    def count(self, refs: Int32) -> None: ...
 
 
 class PagePool:
@@ -60,7 +67,7 @@ class PagePool:
         self._num_free = num_pages
         self._num_cached_only = 0
         self._dropped: deque[Int32] = deque()  # by finalisers
-        self.tables: WeakSet[PageTable] = WeakSet()  # of all sessions; those of a scheduler are in its slots
+        self.holders: WeakSet[PageHolder] = WeakSet()  # tables of sessions, and slots of schedulers
         # The prefix cache sets both: `reclaim(n)` gives back at least n pages if it can; `on_idle(ids)` hears of
         # held pages that lost their last other holder.
         self.reclaim: Callable[[int], object] | None = None
@@ -142,6 +149,20 @@ class PagePool:
             self._num_cached_only += len(idle)
             if self.on_idle is not None:
                 self.on_idle(idle)
+
+    def exchange(self, column: int, old: Int32, new: Int32) -> None:
+        """Whoever has page `old[g]` in a column of group g goes on with `new[g]`, which has the same contents.
+
+        Both int32 [num_groups]; groups where they agree, or where one is -1, stay. O(holders).
+        """
+        groups = np.flatnonzero((old != new) & (old >= 0) & (new >= 0))
+        old, new = old[groups], new[groups]
+        counts = np.zeros(len(groups), np.int64)
+        for holder in list(self.holders):
+            counts += holder.exchange(column, groups, old, new)
+        for i in range(int(counts.max(initial=0))):
+            self.share(new[counts > i])
+            self.release(old[counts > i])
 
     def drop(self, ids: Int32) -> None:
         """`release` for finalisers, which may run in the middle of any other call: it happens at the next one."""

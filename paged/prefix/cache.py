@@ -67,7 +67,7 @@ class PrefixCache(PageTree):
     def insert(self, session: Session, tokens: object, preview: str = "", opening: bool = False) -> int:
         """Donate what `session` evaluated of `tokens`, its history; returns the pages new to the cache.
 
-        Where a page is cached already, the session goes on with that one and gives its own copy back. Of a recurrent
+        Where a page is cached already, the session, and whoever shares the page, goes on with that one. Of a recurrent
         model a checkpoint is kept of where the session stands now; `opening` marks it as one that every conversation
         on this opening shares, which the budget drops last. `preview` labels the donation in `chains()`.
         GeometryMismatch if the session is not paged out of this pool.
@@ -87,8 +87,7 @@ class PrefixCache(PageTree):
         before = self.stats.inserted_pages
         cursor = self.cursor(session.namespace, session.view)
         full = covered // self.pool.page_size
-        for column, pages in self.publish(cursor, history, session.table.rows[:, :full], preview):
-            session.table.replace(column, pages)
+        self.publish(cursor, history, session.table.rows[:, :full], preview)
         if self.exact and covered == session.n_past and covered % self.pool.page_size:
             self.publish_tail(cursor, history, session.table.rows[:, full], preview)
         self.drop_places(cursor)

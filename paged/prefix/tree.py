@@ -190,25 +190,26 @@ class PageTree:
 
     # Pages in -------------------------------------------------------------------------------------------------
 
-    def publish(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> list[tuple[int, Int32]]:
+    def publish(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> int:
         """Enter the computed pages `pages [num_groups, n]`, which hold `tokens[: n * page_size]`, below the cursor.
 
-        Pages up to the cursor's depth are known already. Returns (column, page ids) for each page that another
-        sequence published first, with a reference taken to each: the caller puts those ids into its table and drops
-        its own copy. O(new pages). NO_PAGE stands for what a window left behind.
+        Pages up to the cursor's depth are known already. Where another sequence published first, every holder of the
+        page goes on with the cached one: who shares what stands below it shares its prefix too. Returns how many pages
+        were computed twice. O(new pages). NO_PAGE stands for what a window left behind.
         """
         index, stats, size = self.index, self.stats, self.pool.page_size
         start, end = cursor.depth, pages.shape[1]
         if end <= start or not self._may_publish(cursor):
-            return []
+            return 0
         index.seek(cursor, tokens, end)
-        merged: list[tuple[int, Int32]] = []
+        merged = 0
         for column in range(start, cursor.depth):
             theirs = self._merge(int(cursor.nodes[column]), pages[:, column])
             if theirs is not None:
-                self.pool.share(theirs[theirs >= 0])  # holding the bound, below, must not take it away
-                merged.append((column, theirs))
-                stats.merged_pages += int(np.count_nonzero(theirs != pages[:, column]))
+                ours = pages[:, column].copy()
+                merged += int(np.count_nonzero(theirs != ours))
+                self.pool.exchange(column, ours, theirs)
+        stats.merged_pages += merged
         first, keys = cursor.depth, cursor.keys_to(tokens, end)
         for column in range(first, end):
             key = keys[column]

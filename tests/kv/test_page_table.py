@@ -163,12 +163,12 @@ def test_a_reader_keeps_the_rows_it_was_given() -> None:
     table.ensure(0, 6)
     fork = table.fork()
     before = fork.rows
-    fork.replace(0, pool.alloc(1))
-    assert fork.rows.tolist() == [[2, 1]]
-    assert before.tolist() == table.rows.tolist() == [[0, 1]]
+    pool.exchange(0, ids(0), pool.alloc(1))
+    assert fork.rows.tolist() == table.rows.tolist() == [[2, 1]]
+    assert before.tolist() == [[0, 1]]
     fork.ensure(6, 7)
-    assert fork.rows.tolist() == [[2, 3]]
-    assert before.tolist() == table.rows.tolist() == [[0, 1]]
+    assert fork.rows.tolist() == [[2, 0]]
+    assert before.tolist() == [[0, 1]]
 
 
 def test_a_copy_survives_growth_of_the_pool() -> None:
@@ -187,15 +187,32 @@ def test_a_copy_survives_growth_of_the_pool() -> None:
 # Moving, cutting, releasing ---------------------------------------------------------------------------------------
 
 
-def test_replace_takes_over_a_reference_and_drops_the_old_one() -> None:
+def test_an_exchange_moves_the_references_of_every_holder() -> None:
     pool = PagePool(8, 4)
     mine, theirs = PageTable(pool), PageTable(pool)
     mine.ensure(0, 8)
     theirs.ensure(0, 8)
-    pool.share(theirs.rows[:, 1])
-    mine.replace(1, theirs.rows[:, 1])
-    assert mine.rows.tolist() == [[0, 3]]
-    assert pool.refs[:4].tolist() == [1, 0, 1, 2]
+    fork = mine.fork()
+    pool.exchange(1, mine.rows[:, 1].copy(), theirs.rows[:, 1].copy())
+    assert mine.rows.tolist() == fork.rows.tolist() == [[0, 3]]
+    assert theirs.rows.tolist() == [[2, 3]]
+    assert pool.refs[:4].tolist() == [2, 0, 1, 3]
+    pool.check()
+
+
+def test_an_exchange_leaves_other_columns_groups_and_places_alone() -> None:
+    pool = PagePool(8, 4)
+    mine, short = PageTable(pool, 2), PageTable(pool, 2)
+    mine.ensure(0, 8)  # [[0, 2], [1, 3]]
+    short.ensure(0, 4)  # [[4], [5]]
+    before = pool.refs.copy()
+    pool.exchange(0, np.array([2, 3], np.int32), np.array([4, 5], np.int32))  # they stand in column 1
+    pool.exchange(1, np.array([2, -1], np.int32), np.array([2, 5], np.int32))  # equal, and a place that is left
+    assert mine.rows.tolist() == [[0, 2], [1, 3]]
+    assert np.array_equal(pool.refs, before)
+    pool.exchange(0, np.array([0, -1], np.int32), np.array([4, 5], np.int32))
+    assert mine.rows.tolist() == [[4, 2], [1, 3]]
+    assert pool.refs[:6].tolist() == [0, 1, 1, 1, 2, 1]
 
 
 def test_append_takes_over_references_that_were_taken_for_it() -> None:

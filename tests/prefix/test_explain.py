@@ -152,7 +152,7 @@ def test_a_running_session_keeps_its_pages_and_what_it_goes_on_to_compute_is_cac
     h.cache.seek(cursor, session.tokens)
     h.cache.drop("a")
     h.expect_exact(session, span(0, 12), session.eval(span(8, 4)))
-    assert h.cache.publish(cursor, session.tokens, session.table.rows) == []
+    assert h.cache.publish(cursor, session.tokens, session.table.rows) == 0
     assert h.cache.held_pages == 0 and cursor.epoch.over
     session.release()
     assert h.pool.num_free == 40

@@ -21,12 +21,10 @@ def hand(request) -> Hand:
     return Hand(200, 4, kind=KINDS[request.param])
 
 
-def handle(
-    h: Hand, tokens, namespace: str = "", loops: int | None = None, cache_window: int = 0, share_depths: bool = False
-) -> PrefixHandle:
+def handle(h: Hand, tokens, namespace: str = "", loops: int | None = None, cache_window: int = 0, **options):
     session = h.session(namespace, loops, cache_window)
     session.eval(tokens)
-    made = PrefixHandle(session, share_depths)
+    made = PrefixHandle(session, **options)
     session.release()
     return made
 
@@ -144,25 +142,27 @@ def test_one_differing_id_is_no_match(hand: Hand) -> None:
         assert pool.match_len(prompt) == 0
 
 
-def test_loops_window_and_namespace_are_part_of_the_key() -> None:
-    hand, pool = Hand(200, 4, model=EchoLooped(997)), PrefixPool()
-    pool.register(handle(hand, span(0, 5), loops=4))
-    pool.register(handle(hand, span(0, 6), loops=4, cache_window=8))
-    pool.register(handle(hand, span(0, 7), "a", loops=4))
-    assert pool.size() == 3
+def test_loops_window_and_namespace_are_part_of_the_key(hand: Hand) -> None:
+    pool, looped = PrefixPool(), Hand(200, 4, kind=EchoLooped)
+    pool.register(handle(looped, span(0, 4), loops=3))
+    pool.register(handle(hand, span(0, 5)))
+    pool.register(handle(hand, span(0, 6), cache_window=8))
+    pool.register(handle(hand, span(0, 7), "a"))
+    assert pool.size() == 4
     prompt = span(0, 20)
-    assert pool.match_len(prompt) == pool.match_len(prompt, loops=8) == 0
-    assert pool.match_len(prompt, loops=4, cache_window=9) == 0
-    assert pool.match_len(prompt, loops=4) == 5
-    assert pool.match_len(prompt, loops=4, cache_window=8) == 6
-    assert pool.match_len(prompt, loops=4, namespace="a") == 7
+    assert pool.match_len(prompt, cache_window=9) == pool.match_len(prompt, namespace="b") == 0
+    assert pool.match_len(prompt, loops=2) == pool.match_len(prompt, loops=4) == 0
+    assert pool.match_len(prompt, loops=3) == 4
+    assert pool.match_len(prompt) == 5
+    assert pool.match_len(prompt, cache_window=8) == 6
+    assert pool.match_len(prompt, namespace="a") == 7
     pool.check()
 
 
 def test_the_same_key_twice_is_one_entry(hand: Hand) -> None:
     pool = filled(hand, span(0, 5), span(0, 5))
     assert (pool.size(), pool.total_cached_tokens()) == (1, 5)
-    pool.register(handle(hand, span(0, 5), "a"))
+    pool.register(handle(hand, span(0, 5), cache_window=2))
     assert (pool.size(), pool.total_cached_tokens()) == (2, 10)
 
 

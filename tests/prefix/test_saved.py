@@ -177,7 +177,8 @@ def test_whatever_checkpoints_were_kept_match_and_continue_as_before(
 ):
     path = tmp_path_factory.mktemp("saved") / "x"
     turns = [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 1, 2, 3]
-    hand, other = (Hand(90 * len(groups), page_size, vocab_size=4, windows=groups, kind=EchoHybrid) for _ in range(2))
+    room = 150 * len(groups)  # for all of it, and for those that ask below
+    hand, other = (Hand(room, page_size, vocab_size=4, windows=groups, kind=EchoHybrid) for _ in range(2))
     for namespace, shared, last, opening in prompts:
         tokens = [*turns[:shared], last]
         session = hand.ask(tokens, namespace)

@@ -165,10 +165,10 @@ def the_bound_is_ignored(patch: Patch) -> None:
 
 
 def a_merged_page_stays_in_the_table(patch: Patch) -> None:
-    def replace(self: PageTable, column: int, ids: np.ndarray) -> None:
-        self.pool.release(self._rows[:, column])
+    def exchange(self: PageTable, column: int, groups: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        return (self._rows[groups, column] == old).astype(np.int64) if column < self.num_pages else 0 * groups
 
-    patch.setattr(PageTable, "replace", replace)
+    patch.setattr(PageTable, "exchange", exchange)
 
 
 def taking_too_many_takes_some(patch: Patch) -> None:
@@ -252,13 +252,7 @@ def a_release_ends_no_epoch(patch: Patch) -> None:
 
 
 def a_published_twin_is_not_taken_over(patch: Patch) -> None:
-    real = PrefixCache.publish
-
-    def publish(self: PrefixCache, *args):
-        real(self, *args)
-        return []
-
-    patch.setattr(PrefixCache, "publish", publish)
+    patch.setattr(PagePool, "exchange", lambda self, column, old, new: None)
 
 
 def the_last_page_of_a_table_is_not_extended(patch: Patch) -> None:
