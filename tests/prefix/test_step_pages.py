@@ -30,6 +30,14 @@ class Tree:
         self.cursors: list[Cursor] = [self.cache.cursor() for _ in prompts]
         self.pages = [self.pool.alloc(len(prompt) // P)[None] for prompt in prompts]
         self.left: list[int] = []
+        self.pool.holders.add(self)
+
+    def exchange(self, column: int, groups, old, new):
+        """As a holder of pages: see PageTable."""
+        here = [pages for pages in self.pages if column < pages.shape[1] and pages[0, column] == old[0]]
+        for pages in here:
+            pages[0, column] = new[0]
+        return np.array([len(here)])
 
     def grow(self, column: int) -> None:
         """Every sequence that has a page there has just filled it."""
@@ -42,10 +50,7 @@ class Tree:
             left = [alive[k] for k in publish_next(self.cache, cursors, ids(*[column] * len(alive)), tokens, pages)]
             self.left += left
         for i in left:
-            for at, theirs in self.cache.publish(self.cursors[i], self.tokens[i], self.pages[i][:, : column + 1]):
-                own = self.pages[i][:, at].copy()
-                self.pages[i][:, at] = theirs
-                self.pool.release(own)
+            self.cache.publish(self.cursors[i], self.tokens[i], self.pages[i][:, : column + 1])
         self.pool.check()
         self.cache.check()
 
