@@ -103,8 +103,8 @@ def _input_spec(spec: KVSpec, kv_dtype: str, input_size: int) -> KVSpec:
         raise UnsupportedShape(f"this model cannot keep the inputs of its blocks ({kv_dtype}); use {name}")
     if input_size >= values:
         raise UnsupportedShape(
-            f"{kv_dtype} would keep {input_size} values a token and layer, and K and V are {values}: it would cost more "
-            f"memory and time, use {name}"
+            f"{kv_dtype} would keep {input_size} values a token and layer, and K and V are {values}: it would cost "
+            f"more memory and time, use {name}"
         )
     head = next((dim for dim in (64, 32, 16, 8) if not input_size % (2 * dim)), None)
     if head is None:

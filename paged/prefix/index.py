@@ -22,8 +22,8 @@ class PrefixIndex:
 
     Node n holds `pages[n]` (int32 [num_groups]), `tokens[n]` (int32 [page_size]), its parent, the number of its
     children, and the tick at which its last user left. The parent of a first page is a negative number that stands
-    for its namespace. A look-up follows parents and tokens (see PageLookup): a hash routes it and never decides. Keys, the
-    chained hashes of pages, are names for the world outside (events, files, what was evicted) and for nothing else.
+    for its namespace. A look-up follows parents and tokens (see PageLookup): a hash routes it and never decides. Keys,
+    the chained hashes of pages, are names for the world outside (events, files, what was evicted) and nothing else.
 
     A node with fewer than page_size `rows` is a tail: the last, partial page of a donation, which never has children.
     A node may lack the page of a group with a sliding window (NO_PAGE): then a prefix can continue through it, and a
