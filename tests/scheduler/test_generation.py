@@ -99,11 +99,11 @@ def test_a_prompt_is_cached_by_whichever_way_computed_it(way: str) -> None:
 def test_a_page_that_finds_no_room_for_its_copy_is_computed_again(way: str) -> None:
     """The prompt leaves the cache within a page, and every page of the pool is cached."""
     if way == "beams":
-        model, room, more = EchoModel(97), 4, {"num_beams": 2}
+        model, columns, more = EchoModel(97), 5, {"num_beams": 2}
     else:
-        model, room, more = tiny(), 9 * 4, {"draft_loops": 3}
-    with opened(model, num_pages=room, page_size=16) as api:
-        donor = [t % 97 for t in prompt_of(64)]
+        model, columns, more = tiny(), 4, {"draft_loops": 3}
+    with opened(model, num_pages=columns * model.view().num_groups, page_size=16) as api:
+        donor = [t % 97 for t in prompt_of(16 * columns)]
         prefix = api.build_prefix_cache([*donor[:-1], 5])
         del prefix
         assert live_pages(api) == 0 and api.engine.pool.num_free == 0

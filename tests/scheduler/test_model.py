@@ -58,7 +58,9 @@ def test_what_is_not_a_verb_of_it_is_its_engines(api: Model) -> None:
     assert api.engine.stats()["num_finished"] == 1
 
 
-@pytest.mark.parametrize("container", [list, tuple, np.array, lambda p: np.array(p, np.int64)], ids=["list", "tuple", "int32", "int64"])
+@pytest.mark.parametrize(
+    "container", [list, tuple, np.array, lambda p: np.array(p, np.int64)], ids=["list", "tuple", "int32", "int64"]
+)
 def test_a_prompt_is_any_sequence_of_ints(api: Model, container) -> None:
     out = api.generate(container(prompt_of(9)), max_tokens=3)
     assert out[:9] == prompt_of(9) and {type(token) for token in out} == {int}
