@@ -160,6 +160,7 @@ double run(const CpuKernels& kernels, const Shape& s, bool cascade, int threads)
 }  // namespace
 
 int check_delta();
+int check_page_lookup();
 
 int main() {
   int runs = 0, failed = 0;
@@ -184,5 +185,5 @@ int main() {
         }
   }
   std::printf("%d runs, %d failed\n", runs, failed);
-  return failed + check_delta() ? 1 : 0;
+  return failed + check_delta() + check_page_lookup() ? 1 : 0;
 }
