@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 
@@ -220,6 +221,16 @@ def test_beams_share_the_pages_of_what_they_have_in_common_and_all_go_back() -> 
     assert pool.num_live == 0
 
 
+def test_beams_that_are_given_up_are_released_under_the_lock_and_not_left_to_the_collector(monkeypatch) -> None:
+    left = []
+    monkeypatch.setattr(Session, "__del__", lambda session: left.append(session.table.num_pages))
+    session = session_of(EchoModel(97), random_tokens(9, 97))
+    BeamSearch(session, 4).run(8)
+    gc.collect()
+    assert len(left) > 4 and set(left) == {0}
+    session.release()
+
+
 def test_without_room_for_the_beams_it_says_so_and_gives_back_what_it_took() -> None:
     session = session_of(EchoModel(97), random_tokens(8, 97), num_pages=4)
     with pytest.raises(RuntimeError, match="pages were asked for"):
@@ -235,8 +246,9 @@ def test_equal_scores_are_kept_in_order_of_beam_and_token_id() -> None:
         def forward(self, batch, storage):
             return torch.zeros_like(super().forward(batch, storage))
 
-    beams = BeamSearch(session_of(Flat(5), [1, 2]), 6).run(3)
-    assert [b.token_ids for b in beams] == list(itertools.product(range(5), repeat=3))[:6]
+    for vocab, width in ((5, 6), (300, 200)):
+        beams = BeamSearch(session_of(Flat(vocab), [1, 2], 900), width).run(3)
+        assert [b.token_ids for b in beams] == list(itertools.islice(itertools.product(range(vocab), repeat=3), width))
 
 
 def test_logits_of_minus_infinity_are_never_chosen() -> None:

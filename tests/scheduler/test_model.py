@@ -12,12 +12,13 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from fakes import EchoHybrid, EchoModel, ScriptModel
 from grammars import model as speaking
 from grammars import text_of
 from token_api import counting, live_pages, opened, prompt_of, tiny, with_layers_after
 
-from paged import Closed, Grammar, LoopsMismatch, PrefixCache, PrefixPool, Session
+from paged import Closed, Grammar, LoopsMismatch, PrefixCache, PrefixPool, Session, load_model
 from scheduler import Model, SamplingParams
 
 
@@ -178,6 +179,28 @@ def test_an_end_id_that_is_the_first_token_ends_a_call_that_needs_no_forward(api
     assert len(held) >= 23
 
 
+def test_an_end_id_that_is_all_that_can_be_drawn_is_a_token_before_min_tokens() -> None:
+    model = load_model("tiny:looped", max_seq_len=64, device="cpu")
+    forward, run_loops = model.forward, model.run_loops
+
+    def only_7(logits):
+        logits = torch.full(logits.shape, -torch.inf)
+        logits[:, 7] = 1.0
+        return logits
+
+    def looped(*args):
+        logits, residual = run_loops(*args)
+        return only_7(logits), residual
+
+    model.forward, model.run_loops = lambda *args: only_7(forward(*args)), looped
+    more = {"max_tokens": 9, "stop_token_ids": [7], "min_tokens": 4}
+    with opened(model, num_pages=400) as api:
+        assert api.generate([1, 2], **more) == [1, 2, 7, 7, 7, 7]
+        assert api.generate([1, 2], draft_loops=2, **more) == [1, 2, 7, 7, 7, 7]
+        prefix = api.build_prefix_cache([1, 2])
+        assert api.generate_from_prefix_cache(prefix, **more) == [1, 2, 7, 7, 7, 7]
+
+
 def test_stop_sequences_may_be_text_and_ids_together() -> None:
     """Where text ends a call the tokens that hold it stay, since text may end within a token; ids are left out."""
     with opened(speaking(), num_pages=60) as api:
@@ -292,17 +315,19 @@ def test_a_pool_that_shares_depths_serves_the_smaller_ones() -> None:
         assert api.stats.pool_fallbacks == 0
 
 
+@pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("length", [31, 32, 33, 47, 48])
-def test_a_window_that_left_the_page_before_the_last_token_costs_the_prompt_and_no_error(length: int) -> None:
+def test_a_window_that_left_the_page_before_the_last_token_costs_the_prompt_and_no_error(length: int, cache) -> None:
     """Log probabilities, and a smaller depth, need the row of the last token once more: it sees one position further
     back than the handle keeps."""
     prompt = prompt_of(length)
-    with opened(prefix_cache=False) as api:
+    with opened(prefix_cache=cache) as api:
         prefix = api.engine.build_prefix(prompt, loops=4, cache_window=16, share_depths=True)
         for loops in (4, 2):
+            api.engine.reset_prefix_cache()
             params = SamplingParams(max_tokens=4, logprobs=1)
-            [want] = api.engine.generate([prompt], params, loops=loops, cache_window=16)
             [got] = api.engine.generate([prompt], params, loops=loops, cache_window=16, prefix=prefix)
+            [want] = api.engine.generate([prompt], params, loops=loops, cache_window=16)
             assert (got.error, got.token_ids, got.logprobs) == ("", want.token_ids, want.logprobs)
 
 
