@@ -251,6 +251,18 @@ def test_equal_scores_are_kept_in_order_of_beam_and_token_id() -> None:
         assert [b.token_ids for b in beams] == list(itertools.islice(itertools.product(range(vocab), repeat=3), width))
 
 
+def test_ties_among_many_tokens_are_in_order_of_their_ids_too() -> None:
+    class TwoLevels(EchoModel):
+        def forward(self, batch, storage):
+            logits = torch.zeros_like(super().forward(batch, storage))
+            logits[:, torch.arange(self.vocab_size) * 7 % 5 < 2] = 1.0
+            return logits
+
+    high = [t for t in range(997) if t * 7 % 5 < 2]
+    beams = BeamSearch(session_of(TwoLevels(997), [1, 2], 1300), 600).run(1)
+    assert [b.token_ids[0] for b in beams] == [*high, *(t for t in range(997) if t not in high)][:600]
+
+
 def test_logits_of_minus_infinity_are_never_chosen() -> None:
     class Masked(EchoModel):
         def forward(self, batch, storage):

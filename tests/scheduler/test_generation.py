@@ -5,9 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import EchoHybrid, EchoModel
+from grammars import model as speaking
 from token_api import counting, live_pages, opened, prompt_of, tiny
 
-from paged import Closed, ContextTooLong, GeometryMismatch, InvalidRequest, OutOfPages, RequestFailed, SamplingParams
+from paged import (
+    Closed,
+    ContextTooLong,
+    GeometryMismatch,
+    Grammar,
+    InvalidRequest,
+    OutOfPages,
+    RequestFailed,
+    SamplingParams,
+)
 from scheduler import Engine, Model
 from scheduler.generation import Call, fit, memory, run, stream
 
@@ -122,6 +132,28 @@ def test_recurrent_models_search_beams_from_checkpoints_and_handles() -> None:
         prefix = api.build_prefix_cache(prompt)
         assert run(api.engine, tokens(prompt), prefix, call(num_beams=3)) == want
         assert run(api.engine, tokens(prompt), api.build_prefix_cache(prompt[:30]), call(num_beams=3)) == want
+
+
+def test_an_end_that_is_all_a_grammar_leaves_ends_a_call_from_a_handle_too(api: Model) -> None:
+    with opened(speaking(), num_pages=30) as spoken:
+        prefix = spoken.build_prefix_cache([1, 2, 3])
+        params = {"grammar": Grammar.regex(""), "min_tokens": 3}
+        with counting(spoken.engine.model) as work:
+            assert run(spoken.engine, tokens([1, 2, 3]), prefix, call(params=params)) == [[]]
+        assert work.forwards == 0
+
+
+def test_kept_logits_that_no_token_can_be_drawn_from_cost_a_row_and_fail_nobody(api: Model) -> None:
+    prefix = api.build_prefix_cache(prompt_of(20))
+    want = api.generate_from_prefix_cache(prefix, max_tokens=5)[20:]
+    prefix._session.logits = prefix.logits * float("nan")
+    params = SamplingParams(max_tokens=5)
+    names = [api.engine.submit(prompt_of(20), params, prefix=prefix) for _ in range(2)]
+    outputs = {}
+    while api.engine.has_work:
+        outputs.update({e.request_id: e.output.token_ids for e in api.engine.step() if e.output is not None})
+    assert outputs == dict.fromkeys(names, want)
+    api.engine.check()
 
 
 # What does not fit ------------------------------------------------------------------------------------------------
