@@ -133,7 +133,7 @@ class Session:
         self.table.narrow(view.groups)
         self.view, self.logits = view, None
 
-    def eval_residual(self, tokens: object, num_logits: int = 1) -> torch.Tensor:
+    def eval_residual(self, tokens: object) -> torch.Tensor:
         """`eval` of at most 512 tokens in a looped model that also returns the residual after its last iteration,
         fp32 [tokens, residual_size] (see `Loops.run_loops`); `logits` are then those of the last token."""
         new = as_tokens(tokens)

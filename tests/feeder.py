@@ -18,7 +18,7 @@ class Feeder:
     model that has it, out of `NUM_SLOTS`.
 
     `depths` are the iterations of sequences of a looped model, by name; if it is empty, batches give none. Groups
-    beyond a sequence's depth have no pages."""
+    beyond a sequence's depth have no pages. `windows` are the cache windows of sequences, likewise."""
 
     NUM_SLOTS = 16
 
@@ -37,6 +37,7 @@ class Feeder:
         self.tables: dict[str, list[list[int]]] = {}
         self.lengths: dict[str, int] = {}
         self.depths: dict[str, int] = {}
+        self.windows: dict[str, int] = {}
 
     def batch(self, rows: Mapping[str, Sequence[int]], wanted: str = "all") -> ForwardBatch:
         """These new tokens of each sequence, with pages for them; logits of all rows, or of the "last" of each."""
@@ -68,6 +69,8 @@ class Feeder:
             batch.states, batch.state_slots = self.states, np.array([self.slots[name] for name in rows], np.int32)
         if self.depths:
             batch.loops = np.array([self._depth(name) for name in rows], np.int32)
+        if self.windows:
+            batch.cache_windows = np.array([self.windows.get(name, 0) for name in rows], np.int32)
         return batch
 
     def step(self, rows: Mapping[str, Sequence[int]], wanted: str = "all") -> dict[str, torch.Tensor]:

@@ -302,3 +302,80 @@ def test_an_empty_table_is_sound() -> None:
     table.check()
     assert table.rows.shape == (3, 0)
     assert table.rows.dtype == np.int32
+
+
+# Groups that a sequence uses --------------------------------------------------------------------------------------
+
+
+def some_groups(*groups: int, num_groups: int = 4, pages: int = 12) -> tuple[PagePool, PageTable]:
+    pool = PagePool(pages, 4)
+    return pool, PageTable(pool, num_groups, ids(*groups))
+
+
+def test_only_the_groups_in_use_get_pages() -> None:
+    pool, table = some_groups(0, 2)
+    table.ensure(0, 7)
+    assert table.rows.tolist() == [[0, 2], [-1, -1], [1, 3], [-1, -1]]
+    assert table.ids.tolist() == [0, 2, 1, 3] and pool.num_free == 8
+    table.check()
+
+
+def test_a_copy_is_made_in_the_groups_in_use_alone() -> None:
+    pool, table = some_groups(1, 3)
+    table.ensure(0, 6)
+    fork = table.fork()
+    assert fork.groups.tolist() == [1, 3]
+    fork.ensure(6, 9)
+    assert table.rows.tolist() == [[-1, -1], [0, 2], [-1, -1], [1, 3]]
+    assert fork.rows.tolist() == [[-1] * 3, [0, 4, 6], [-1] * 3, [1, 5, 7]]
+    assert pool.refs[:8].tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
+    for one in (table, fork):
+        one.check()
+
+
+def test_narrowing_gives_back_the_pages_of_the_other_groups() -> None:
+    pool, table = some_groups(0, 1, 2)
+    table.ensure(0, 8)
+    fork = table.fork()
+    table.narrow(ids(0, 1))
+    assert table.rows.tolist() == [[0, 3], [1, 4], [-1, -1], [-1, -1]]
+    assert fork.rows.tolist() == [[0, 3], [1, 4], [2, 5], [-1, -1]]
+    assert pool.refs[:6].tolist() == [2, 2, 1, 2, 2, 1]
+    table.ensure(8, 9)
+    assert table.rows[:, 2].tolist() == [6, 7, -1, -1]
+    table.check()
+
+
+def test_widening_takes_fresh_pages_in_every_column() -> None:
+    pool, table = some_groups(0)
+    table.ensure(0, 8)
+    table.widen(ids(0, 2, 3))
+    assert table.rows.tolist() == [[0, 1], [-1, -1], [2, 3], [4, 5]]
+    assert table.groups.tolist() == [0, 2, 3]
+    table.check()
+    table.release()
+    assert pool.num_free == 12
+
+
+def test_widening_without_room_changes_nothing() -> None:
+    pool, table = some_groups(0, pages=5)
+    table.ensure(0, 8)
+    with pytest.raises(OutOfPages):
+        table.widen(ids(0, 1, 2))
+    assert table.rows.tolist() == [[0, 1], *[[-1, -1]] * 3]
+    assert table.groups.tolist() == [0] and pool.num_free == 3
+
+
+def test_columns_behind_go_in_the_groups_in_use() -> None:
+    pool, table = some_groups(0, 3)
+    table.ensure(0, 12)
+    table.truncate(1)
+    assert table.rows.tolist() == [[0], [-1], [-1], [1]]
+    assert pool.num_free == 10
+
+
+def test_check_notices_a_page_of_a_group_that_is_not_in_use() -> None:
+    _, table = some_groups(0, 2)
+    table.ensure(0, 4)
+    table.groups = ids(0)
+    expect_check_fails(table, "a group that it does not use")
