@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from byhand import span
 from driver import Driver
-from fakes import EchoModel
+from fakes import EchoAfter, EchoLooped, EchoModel
 
 # In one step ------------------------------------------------------------------------------------------------------
 
@@ -312,3 +312,61 @@ def test_a_release_between_schedule_and_commit_publishes_nothing_of_that_step() 
     driver.run()
     driver.expect_all_exact()
     assert driver.pool.num_free == 64
+
+
+# Depths and cache windows -----------------------------------------------------------------------------------------
+
+
+def looped(num_pages: int = 200, kind=EchoLooped, **config) -> Driver:
+    return Driver(num_pages, 4, model=kind(), **config)
+
+
+@pytest.mark.parametrize("kind", [EchoLooped, EchoAfter])
+def test_within_a_step_only_equal_depths_share(kind) -> None:
+    driver = looped(kind=kind)
+    for name, loops in (("a", 4), ("b", 4), ("c", 1), ("d", 1)):
+        driver.submit(name, span(0, 9), loops=loops)
+    driver.step()
+    assert driver.plans == [{"a": 9, "b": 1, "c": 9, "d": 1}]
+    driver.run()
+    driver.expect_all_exact()
+
+
+def test_what_is_shared_counts_no_page_of_a_group_that_is_not_in_use() -> None:
+    driver = looped()
+    driver.submit("a", span(0, 9), loops=1)
+    driver.submit("b", span(0, 9), loops=1)
+    driver.step()
+    last = driver.pool.num_pages - 1
+    assert driver.pool.refs[last] == 0
+    driver.run()
+    assert driver.pool.num_live == 0
+
+
+def test_a_deeper_prefill_is_waited_for_and_a_shallower_one_is_not() -> None:
+    driver = looped(max_num_batched_tokens=8)
+    driver.submit("deep", span(0, 17), loops=3)
+    driver.step()
+    driver.submit("shallow", span(0, 17), loops=1)  # waits: the deep one will publish its next page
+    driver.step_until(lambda: driver.requests["shallow"].num_cached_tokens > 0)
+    assert driver.requests["shallow"].num_cached_tokens == 16
+    driver.run()
+    driver.expect_all_exact()
+    driver = looped(max_num_batched_tokens=8)
+    driver.submit("shallow", span(0, 17), 1, loops=1)
+    driver.step()
+    driver.submit("deep", span(0, 17), 1, loops=3)  # what the shallow one publishes is of no use to it
+    driver.run()
+    assert driver.requests["deep"].num_cached_tokens == 0
+    driver.expect_all_exact()
+
+
+def test_windows_do_not_share() -> None:
+    driver = Driver(64, 4)
+    driver.submit("a", span(0, 9), cache_window=5)
+    driver.submit("b", span(0, 9))
+    driver.submit("c", span(0, 9), cache_window=5)
+    driver.step()
+    assert driver.plans == [{"a": 9, "b": 9, "c": 1}]
+    driver.run()
+    driver.expect_all_exact()

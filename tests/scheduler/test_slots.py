@@ -8,6 +8,7 @@ from byhand import expect_check_fails, ids, span
 
 from paged.kv.pages import PagePool
 from paged.sampling import SamplingParams
+from paged.spec import KVSpec, LoopGroups
 from scheduler.request import Request
 from scheduler.slots import Slots
 
@@ -165,3 +166,78 @@ def test_check_notices(corrupt, message: str) -> None:
     slots.check()
     corrupt(slots)
     expect_check_fails(slots, message)
+
+
+# Depths and cache windows -----------------------------------------------------------------------------------------
+
+LOOPED = KVSpec(1, 1, 8, 4, (0,) * 4, LoopGroups(1, 3, 2))
+
+
+def looped_slots(*views: tuple[int, int], length: int = 6) -> tuple[Slots, PagePool]:
+    """A slot for each depth and cache window, with pages for `length` tokens, of which all but one are computed."""
+    pool = PagePool(40, 4)
+    slots = Slots(3, 40, pool, 4)
+    for i, (loops, window) in enumerate(views):
+        one = request("abc"[i], span(0, length))
+        one.view = LOOPED.view(loops, window)
+        pages = np.full((4, -(-length // 4)), -1, np.int32)
+        pages[one.view.groups] = pool.alloc(len(one.view.groups) * pages.shape[1]).reshape(-1, pages.shape[1])
+        one.slot = slots.place(one, pages, length - 1)
+    return slots, pool
+
+
+def test_a_slot_knows_its_depth_its_window_and_its_groups() -> None:
+    slots, _ = looped_slots((1, 0), (3, 5))
+    assert slots.loops.tolist() == [1, 3, 0] and slots.cache_window.tolist() == [0, 5, 0]
+    assert slots.uses[:, :2].T.tolist() == [[True, True, False, False], [True] * 4]
+    assert slots.windows[:, :2].T.tolist() == [[0] * 4, [5] * 4]
+    assert slots.left[:, :2].tolist() == [[0, 0]] * 4, "a group that is not in use was not left"
+    slots.check()
+
+
+def test_slots_of_several_depths_are_extended_at_once() -> None:
+    slots, pool = looped_slots((2, 0), (1, 0), length=4)  # pages 0 to 2, and 3 and 4
+    slots.extend(ids(0, 1))
+    assert slots.pages(0).tolist() == [[0, 5], [1, 7], [2, 9], [-1, -1]]
+    assert slots.pages(1).tolist() == [[3, 6], [4, 8], [-1, -1], [-1, -1]]
+    assert slots.num_pages[:2].tolist() == [2, 2] and pool.num_free == 30
+
+
+def test_each_slot_leaves_what_its_own_window_has_passed() -> None:
+    slots, pool = looped_slots((1, 3), (1, 0), (3, 9), length=12)  # 11 are computed
+    before = pool.num_free
+    slots.leave(slots.running)
+    assert [(slots.pages(slot)[:2] < 0).sum(axis=1).tolist() for slot in (0, 1, 2)] == [[2, 2], [0, 0], [0, 0]]
+    assert pool.num_free == before + 4
+    assert slots.left.T.tolist() == [[2, 2, 0, 0], [0] * 4, [0] * 4]
+    slots.check()
+    slots.leave(slots.running)
+    assert pool.num_free == before + 4
+
+
+def test_a_slot_leaves_nothing_that_its_next_token_sees() -> None:
+    for computed, gone in ((8, 0), (9, 0), (10, 1), (13, 1), (14, 2)):  # a window of 7: the next sees computed - 6 on
+        slots, _ = looped_slots((1, 7), length=computed + 1)
+        slots.leave(slots.running)
+        assert slots.left[0, 0] == gone, computed
+
+
+def test_a_page_that_was_computed_twice_is_exchanged_in_every_slot() -> None:
+    slots, pool = looped_slots((2, 0), (2, 0))
+    pool.share(slots.page_ids(0))
+    pool.release(slots.page_ids(1))
+    slots.page_table[:, 1, :2] = slots.page_table[:, 0, :2]  # both sit on the same pages
+    new = pool.alloc(3)
+    pool.exchange(1, slots.pages(0)[:, 1].copy(), np.array([*new, -1], np.int32))
+    assert slots.pages(0)[:, 1].tolist() == slots.pages(1)[:, 1].tolist() == [*new, -1]
+    assert pool.refs[new].tolist() == [3, 3, 3], "the two slots and whoever took them"
+    assert slots.pages(0)[:, 0].tolist() == [0, 2, 4, -1]
+    refs = np.zeros(40, np.int32)
+    slots.count(refs)
+    assert refs[new].tolist() == [2, 2, 2] and refs[[0, 2, 4]].tolist() == [2, 2, 2]
+
+
+def test_check_notices_a_page_of_a_deeper_iteration() -> None:
+    slots, pool = looped_slots((1, 0))
+    slots.page_table[3, 0, 0] = pool.alloc(1)[0]
+    expect_check_fails(slots, "pages of a group that it does not use")

@@ -1,0 +1,150 @@
+"""Requests that start from a prefix handle: beside the cache, without one, behind it, and where it has all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from byhand import span
+from driver import Driver
+from fakes import EchoHybrid, EchoLooped, EchoModel
+
+from paged.prefix.handles import PrefixHandle
+from paged.session import Session
+
+
+def keep(driver: Driver, tokens, loops: int | None = None, cache_window: int = 0, **options) -> PrefixHandle:
+    session = Session(driver.model, driver.pool, loops, cache_window)
+    session.eval(tokens)
+    handle = PrefixHandle(session, **options)
+    session.release()
+    driver.scheduler.check()
+    return handle
+
+
+@pytest.mark.parametrize("kind", [EchoModel, EchoHybrid])
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_request_computes_what_follows_the_prefix_alone(kind, cache: bool) -> None:
+    driver = Driver(64, 4, cache, model=kind())
+    handle = keep(driver, span(0, 10))
+    driver.submit("a", span(0, 13), prefix=handle)
+    driver.step()
+    assert driver.plans[0] == {"a": 3} and driver.requests["a"].num_cached_tokens == 10
+    pages = driver.pages("a")
+    assert pages[:2] == handle.page_table[0, :2].tolist() and pages[2] != handle.page_table[0, 2]
+    driver.run()
+    driver.expect_all_exact()
+    handle.check()
+
+
+def test_without_a_cache_a_prompt_that_is_the_prefix_computes_its_last_token() -> None:
+    driver = Driver(64, 4, False)
+    handle = keep(driver, span(0, 10))
+    driver.submit("a", span(0, 10), prefix=handle)
+    driver.run()
+    assert driver.plans[0] == {"a": 1}
+    driver.expect_all_exact()
+
+
+def test_a_recurrent_state_serves_only_what_goes_on_behind_it() -> None:
+    driver = Driver(64, 4, False, model=EchoHybrid())
+    handle = keep(driver, span(0, 10))
+    driver.submit("a", span(0, 10), prefix=handle)
+    driver.run()
+    assert driver.plans[0] == {"a": 10}, "its state is behind the token whose logits are wanted"
+    driver.expect_all_exact()
+
+
+@pytest.mark.parametrize(("length", "rows"), [(7, 7), (8, 1), (6, 1), (11, 11)])
+def test_where_a_window_left_what_the_last_token_sees_all_is_computed(length: int, rows: int) -> None:
+    """With a window of 4, a prefix of 7 tokens has left the page of 0 to 3, and token 6 sees position 3."""
+    driver = Driver(64, 4, False)
+    handle = keep(driver, span(0, length), cache_window=4)
+    driver.submit("a", span(0, length), cache_window=4, prefix=handle)
+    driver.run()
+    assert driver.plans[0] == {"a": rows}
+    driver.submit("b", span(0, length + 1), cache_window=4, prefix=handle)
+    driver.step()
+    assert driver.plans[-1] == {"b": 1}
+    driver.run()
+    driver.expect_all_exact()
+
+
+def test_the_cache_is_taken_where_it_has_more() -> None:
+    driver = Driver(64, 4)
+    handle = keep(driver, span(0, 5))
+    driver.solo("warm", span(0, 13), 1)
+    driver.submit("a", span(0, 14), prefix=handle)
+    driver.step()
+    assert driver.plans[-1] == {"a": 2} and driver.requests["a"].num_cached_tokens == 12
+    assert not set(driver.pages("a")) & set(handle.page_ids.tolist())
+    driver.run()
+    driver.expect_all_exact()
+
+
+def test_where_the_cache_has_less_the_prefix_is_taken_and_merges_with_it() -> None:
+    """Else an idle page could stand above one in use, and nothing could evict it."""
+    driver = Driver(64, 4)
+    driver.solo("warm", span(0, 5), 1)  # one page is cached
+    handle = keep(driver, span(0, 12))
+    own = handle.page_table[0].tolist()
+    driver.submit("a", span(0, 14), 4, prefix=handle)
+    driver.step()
+    assert driver.plans[-1] == {"a": 2} and driver.requests["a"].num_cached_tokens == 12
+    driver.run()
+    assert handle.page_table[0].tolist()[0] != own[0], "the handle, too, goes on with the cached page"
+    assert handle.page_table[0].tolist()[1:] == own[1:]
+    handle.check()
+    driver.expect_all_exact()
+    driver.submit("b", span(0, 14), 4)
+    driver.run()
+    assert driver.requests["b"].num_cached_tokens == 12, "what the prefix held is cached now"
+
+
+@pytest.mark.parametrize("loops", [1, 2, 4])
+def test_a_deep_prefix_serves_smaller_depths(loops: int) -> None:
+    driver = Driver(200, 4, model=EchoLooped())
+    handle = keep(driver, span(0, 10), 4, share_depths=True)
+    free = driver.pool.num_free
+    driver.submit("a", span(0, 13), loops=loops, prefix=handle)
+    driver.step()
+    assert driver.plans[0] == {"a": 3}
+    assert free - driver.pool.num_free == 2 * (1 + loops), "two pages in each group that it uses"
+    driver.run()
+    driver.expect_all_exact()
+
+
+def test_a_prefix_that_does_not_fit_waits_and_takes_nothing() -> None:
+    driver = Driver(8, 4, False)
+    handle = keep(driver, span(0, 8))
+    driver.submit("big", span(50, 18), 3)
+    driver.step()
+    driver.submit("a", span(0, 13), 2, prefix=handle)  # two pages more, and one is free
+    before = driver.pool.refs.copy()
+    driver.step()
+    assert driver.waiting() == ["a"]
+    assert np.array_equal(driver.pool.refs, before)
+    driver.run()
+    driver.expect_all_exact()
+
+
+def test_a_request_that_ended_keeps_no_prefix() -> None:
+    driver = Driver(64, 4, False)
+    handle = keep(driver, span(0, 8))
+    driver.submit("a", span(0, 9), 2, prefix=handle)
+    driver.run()
+    assert driver.requests["a"].prefix is None
+    del handle
+    assert driver.pool.num_free == 64
+
+
+def test_a_preempted_request_starts_from_its_prefix_again() -> None:
+    driver = Driver(64, 4, False)
+    handle = keep(driver, span(0, 10))
+    driver.submit("a", span(0, 12), prefix=handle)
+    driver.step()
+    driver.step()
+    driver.preempt("a")
+    driver.step()
+    assert driver.plans[-1] == {"a": 4}, "two of the prompt and two new ones"
+    driver.run()
+    driver.expect_all_exact()
