@@ -5,8 +5,11 @@
 For each model, prefix length and N: the wall seconds of N calls of `generate` without any cache, of one
 `build_prefix_cache` and N calls of `generate_from_prefix_cache`, their ratio, and the asymptote that TinyLoop names,
 (prefill + decode) / (prefill / N + decode), from the medians of the same run. The two sides take turns, call by call.
-Then: what attaching a handle, matching a pool of 64 tenants, and resuming 4 loops at 8 cost. The looped model is
-SmolLM2 with its last ten layers iterated 8 times. All tokens are compared with those of plain `generate`.
+
+The same with N threads at once, whose calls decode as one batch: there decode is what a request takes of the run
+without a cache beyond one prefill. Then what attaching a handle costs, matching a pool of 64 tenants, and resuming 4
+loops at 8. The looped model is SmolLM2 with its last ten layers iterated 8 times. All tokens are compared with those of
+plain `generate`. `--only at_once resume` and the like run a part.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from scheduler.model import Model
 MAX_TOKENS = 32  # TinyLoop's default
 LOOP_LAYERS = (20, 30)
 LOOPS = 8
+PARTS = ("table", "at_once", "attach", "resume")
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -89,6 +94,47 @@ def shared(model: Any, num_tokens: int, n: int, loops: int | None) -> dict[str, 
     print(
         f"  {num_tokens:5d} {n:4d} {no_cache:10.2f} {with_cache:9.2f} {speedup:8.2f}x {asymptote:9.2f}x "
         f"{speedup / asymptote:7.1%}  {same}",
+        flush=True,
+    )
+    return row
+
+
+def at_once(model: Any, num_tokens: int, n: int, loops: int | None) -> dict[str, Any]:
+    """The same, with the N calls made by N threads at once, so that they decode as one batch."""
+    prompt = prompt_of(model, num_tokens)
+    options = {"max_tokens": MAX_TOKENS, "loops": loops, "ignore_eos": True}
+    with (
+        Model(model, max_seq_len=2048, prefix_cache=False, max_num_seqs=64) as alone,
+        Model(model, max_seq_len=2048, max_num_seqs=64) as sharing,
+        ThreadPoolExecutor(n) as threads,
+    ):
+        alone.generate(prompt[:64], **options)
+        sharing.generate(prompt[1:65], **options)
+        stream = alone.generate_stream(prompt, **options)
+        prefill, _ = timed(lambda: next(stream))
+        want = [_, *stream]
+        no_cache, plain = timed(lambda: list(threads.map(lambda _: alone.generate(prompt, **options), range(n))))
+        build_s, prefix = timed(lambda: sharing.build_prefix_cache(prompt, loops=loops))
+        reused_s, reused = timed(
+            lambda: list(threads.map(lambda _: sharing.generate_from_prefix_cache(prefix, **options), range(n)))
+        )
+    decode = max(0.0, no_cache / n - prefill)
+    speedup, asymptote = no_cache / (build_s + reused_s), (prefill + decode) / (prefill / n + decode)
+    row = {
+        "prefix_tokens": num_tokens,
+        "n": n,
+        "no_cache_s": round(no_cache, 3),
+        "shared_s": round(build_s + reused_s, 3),
+        "speedup": round(speedup, 3),
+        "prefill_s": round(prefill, 4),
+        "decode_s": round(decode, 4),
+        "asymptote": round(asymptote, 3),
+        "share_of_asymptote": round(speedup / asymptote, 4),
+        "same_tokens": all(out[num_tokens:] == want for out in [*plain, *reused]),
+    }
+    print(
+        f"  {num_tokens:5d} {n:4d} {no_cache:10.2f} {row['shared_s']:9.2f} {speedup:8.2f}x {asymptote:9.2f}x "
+        f"{speedup / asymptote:7.1%}  {row['same_tokens']}",
         flush=True,
     )
     return row
@@ -161,26 +207,27 @@ def main() -> None:
     p.add_argument("--prefixes", type=int, nargs="*", default=[500, 1024], help="prefix lengths (default: 500 1024)")
     p.add_argument("--n", type=int, nargs="*", default=[10, 50], help="requests over one prefix (default: 10 50)")
     p.add_argument("--looped-n", type=int, nargs="*", default=[10], help="the same for the looped model (default: 10)")
+    p.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="parts to run (default: all)")
     p.add_argument("--repeat", type=int, default=5, help="repetitions of the resume figure (default: %(default)s)")
     args = p.parse_args()
     plain = load_model(args.model)
     looped = load_model(args.model, loop_layers=LOOP_LAYERS, loops=LOOPS)
-    table: dict[str, list[dict[str, Any]]] = {}
-    for name, model, loops, counts in (("plain", plain, None, args.n), ("looped", looped, LOOPS, args.looped_n)):
-        print(f"{name}: tokens    N no cache s  shared s  speedup asymptote   share  same tokens")
-        table[name] = [shared(model, tokens, n, loops) for tokens in args.prefixes for n in counts]
-    attached, matched = attach(plain, max(args.prefixes)), tenants(plain)
-    print(f"  attach {attached}")
-    print(f"  match {matched}")
-    figures = {
-        "model": plain.name,
-        "max_tokens": MAX_TOKENS,
-        "loop_layers": LOOP_LAYERS,
-        "table": table,
-        "attach": attached,
-        "match": matched,
-        "resume": resume(looped, max(args.prefixes), args.repeat),
-    }
+    longest = max(args.prefixes)
+    figures: dict[str, Any] = {"model": plain.name, "max_tokens": MAX_TOKENS, "loop_layers": LOOP_LAYERS}
+    head = "tokens    N no cache s  shared s  speedup asymptote   share  same tokens"
+    if "table" in args.only:
+        figures["table"] = {}
+        for name, model, loops, counts in (("plain", plain, None, args.n), ("looped", looped, LOOPS, args.looped_n)):
+            print(f"{name}: {head}")
+            figures["table"][name] = [shared(model, tokens, n, loops) for tokens in args.prefixes for n in counts]
+    if "at_once" in args.only:
+        print(f"at once: {head}")
+        figures["at_once"] = [at_once(plain, tokens, n, None) for tokens in args.prefixes for n in args.n]
+    if "attach" in args.only:
+        figures["attach"], figures["match"] = attach(plain, longest), tenants(plain)
+        print(f"  attach {figures['attach']}\n  match {figures['match']}")
+    if "resume" in args.only:
+        figures["resume"] = resume(looped, longest, args.repeat)
     record.report("prefix", figures, args)
 
 
