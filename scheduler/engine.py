@@ -329,8 +329,7 @@ class Engine:
         prefix, params = request.prefix, request.params
         if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
             return None
-        # One row is computed again, so that there is one place that reports log probabilities and obeys grammars.
-        if params.logprobs is not None or params.grammar is not None:
+        if params.logprobs is not None:  # one row is computed again, so that there is one place that reports them
             return None
         try:
             return sample_one(
