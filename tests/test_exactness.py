@@ -1,7 +1,8 @@
 """Promise 1: the same logits, bit for bit on the CPU in fp32, however a request was computed.
 
 Twelve prompts run alone, batched, chunked, cold and warm, preempted, and on shuffled page ids. Every row of logits that
-a token was drawn from is kept and compared with `torch.equal`.
+a token was drawn from is kept and compared with `torch.equal`. A second set mixes cache windows and, where the model
+loops, depths in one batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from paged import load_model
 from paged.models.config import ModelConfig
 from paged.models.llama import LlamaModel
+from paged.models.looped import LoopedModel
 from paged.models.tiny import random_tensors, tiny_hf_settings
 from scheduler import Engine, SamplingParams, SchedulerConfig
 
@@ -48,18 +50,32 @@ def prompts_of(vocab_size: int) -> list[np.ndarray]:
     return out
 
 
-def run(model, prompts, *, warm=False, preempt=False, shuffle=False, page_size=16, **limits) -> Logits:
+def mixed(model, i: int) -> dict:
+    """The depth and the cache window of request i where each has its own."""
+    loops = {"loops": (1, 4, 2, 8, 3)[i % 5]} if model.max_loops else {}
+    return {**loops, "cache_window": (0, 5, 33, 0, 1, 17, 5)[i % 7]}
+
+
+def plain(model, i: int) -> dict:
+    """Nothing special."""
+    return {}
+
+
+def run(model, prompts, *, ask=plain, warm=False, preempt=False, shuffle=False, page_size=16, **limits) -> Logits:
     """All prompts as one batch under the given limits, with greedy and seeded requests mixed."""
     config = SchedulerConfig(**{"max_num_seqs": 16, "max_num_batched_tokens": 1024, **limits})
-    with Engine(model, num_pages=4096 // page_size, page_size=page_size, config=config) as engine:
+    pages = 4096 // page_size * (10 if model.max_loops else 1)  # of each prompt in up to ten groups
+    with Engine(model, num_pages=pages, page_size=page_size, config=config) as engine:
         if shuffle:
             np.random.default_rng(5).shuffle(engine.pool._free)
         if warm:
-            engine.generate(prompts, SamplingParams(max_tokens=1))
+            for i, prompt in enumerate(prompts):
+                engine.generate([prompt], SamplingParams(max_tokens=1), **ask(model, i))
         seen = record(engine)
         for i, prompt in enumerate(prompts):
             hot = {"temperature": 0.9, "seed": i} if i % 2 else {}
-            engine.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **hot), request_id=str(i))
+            params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **hot)
+            engine.submit(prompt, params, request_id=str(i), **ask(model, i))
         steps = 0
         while engine.has_work:
             engine.step()
@@ -75,14 +91,14 @@ def run(model, prompts, *, warm=False, preempt=False, shuffle=False, page_size=1
         return seen
 
 
-def alone(model, prompts) -> Logits:
+def alone(model, prompts, ask=plain) -> Logits:
     seen: Logits = {}
     for i, prompt in enumerate(prompts):
         hot = {"temperature": 0.9, "seed": i} if i % 2 else {}
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **hot)
         with Engine(model, num_pages=64, prefix_cache=False) as engine:
             one = record(engine)
-            engine.submit(prompt, params, request_id=str(i))
+            engine.submit(prompt, params, request_id=str(i), **ask(model, i))
             while engine.has_work:
                 engine.step()
         seen.update(one)
@@ -137,6 +153,35 @@ def tiny(request):
 def real(smollm2):
     prompts = prompts_of(smollm2.vocab_size)
     return smollm2, prompts, alone(smollm2, prompts)
+
+
+LOOPED_LAYERS = ModelConfig.from_hf(tiny_hf_settings("llama", num_hidden_layers=4)).with_loop((1, 3), 2, 8)
+MIXED = TINY | {
+    "looped": lambda: load_model("tiny:looped"),
+    "looped, layers after": lambda: LoopedModel(LOOPED_LAYERS, random_tensors(LOOPED_LAYERS, seed=4).__getitem__),
+}
+
+
+@pytest.fixture(scope="module", params=MIXED)
+def tiny_mixed(request):
+    model = MIXED[request.param]()
+    prompts = prompts_of(model.vocab_size)
+    return model, prompts, alone(model, prompts, mixed)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_depths_and_cache_windows_mix_without_changing_a_bit(tiny_mixed, way: str) -> None:
+    model, prompts, want = tiny_mixed
+    compare(run(model, prompts, ask=mixed, **WAYS[way]), want)
+
+
+@pytest.mark.slow
+def test_the_real_model_with_looping_layers_mixes_depths_and_cache_windows(smollm2) -> None:
+    model = load_model("smollm2", loop_layers=(13, 16), loops=2, max_loops=8)
+    prompts = prompts_of(model.vocab_size)[:7]
+    want = alone(model, prompts, mixed)
+    for way in ("batched", "warm, chunk 7", "shuffled, warm, preempted"):
+        compare(run(model, prompts, ask=mixed, **WAYS[way]), want)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
