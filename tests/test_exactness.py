@@ -169,7 +169,9 @@ def tiny_mixed(request):
     return model, prompts, alone(model, prompts, mixed)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "way", ["batched", "chunk 7", "warm, chunk 7", "preempted, chunk 7", "shuffled, warm, preempted"]
+)
 def test_depths_and_cache_windows_mix_without_changing_a_bit(tiny_mixed, way: str) -> None:
     model, prompts, want = tiny_mixed
     compare(run(model, prompts, ask=mixed, **WAYS[way]), want)
