@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from paged.prefix.pins import Pin
     from paged.prefix.pool import PrefixPool
     from paged.prefix.resume import ResumeHandle
+    from paged.prefix.retention import Retention
     from paged.sampling import SamplingParams
     from paged.session import Session
     from paged.spec import KVSpec, StatePlane, StateSpec
@@ -69,6 +70,7 @@ _HOME = {
     "PrefixHandle": "paged.prefix.handles",
     "PrefixPool": "paged.prefix.pool",
     "ResumeHandle": "paged.prefix.resume",
+    "Retention": "paged.prefix.retention",
     "page_hash": "paged.prefix.hashing",
     "Session": "paged.session",
     "eval_batch": "paged.batch",
@@ -139,6 +141,7 @@ __all__ = [
     "PromptTooLong",
     "RequestFailed",
     "ResumeHandle",
+    "Retention",
     "SamplingParams",
     "Session",
     "SessionInUse",

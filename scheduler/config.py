@@ -16,6 +16,7 @@ class SchedulerConfig:
     lookahead               waiting requests looked at behind one that does not fit
     watermark               share of the pool that an admission leaves free, unless nothing runs
     policy                  order of the waiting requests
+    eviction                which cached page goes first: "lru", "lfu_da", "gdsf" or "shortest"
     """
 
     max_num_seqs: int = 256
@@ -25,6 +26,7 @@ class SchedulerConfig:
     lookahead: int = 16
     watermark: float = 0.01
     policy: str = "fcfs"
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -65,6 +65,7 @@ class Engine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         policy: str = "fcfs",
+        eviction: str = "lru",
         prefix_cache: bool = True,
         max_states: int = 256,
         max_state_bytes: int | None = None,
@@ -86,6 +87,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or (4096 if on_gpu else 512),
             policy=policy,
+            eviction=eviction,
         )
         states = self.model.create_state_pool(self.config.max_num_seqs)
         if max_state_bytes is None:
@@ -96,7 +98,10 @@ class Engine:
         assert self.pool.storage is not None
         self._storage = self.pool.storage
         self.kv_dtype = self._storage.kv_dtype
-        self.cache = PrefixCache(self.pool, 0, max_states, max_state_bytes, partial=True) if prefix_cache else None
+        self.cache = None
+        if prefix_cache:
+            rule = self.config.eviction
+            self.cache = PrefixCache(self.pool, 0, max_states, max_state_bytes, policy=rule, partial=True)
         self.scheduler = Scheduler(
             self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups, states
         )
@@ -136,7 +141,7 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> str:
         """Queue one request and return its id; its events come out of `step`.
 
-        `options` are request_id, priority, namespace, stops, loops, cache_window and prefix: see RequestOptions.
+        `options` (request_id, priority, namespace, stops, loops, cache_window, retain, prefix): see RequestOptions.
         InvalidRequest (a ValueError) or TypeError if it can never run, LoopsMismatch for a prefix of another depth or
         window; nothing else is touched then.
         """

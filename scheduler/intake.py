@@ -12,6 +12,7 @@ from paged.kv.pages import Int32
 from paged.models.base import LanguageModel
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.hashing import as_tokens
+from paged.prefix.retention import Retain, Retention
 from paged.sampling import SamplingParams, draw_seed
 from paged.spec import KVView
 from scheduler.request import PrefillStops, Request, RequestOptions
@@ -74,10 +75,18 @@ def make_request(
         namespace=namespace,
         priority=options.get("priority", 0),
         stops=options.get("stops") or PrefillStops(),
+        retain=_retention(options.get("retain")),
         view=view,
         prefix=prefix,
         matcher=None if params.grammar is None else engine.grammars.matcher(params.grammar, ends),
     )
+
+
+def _retention(retain: Retain) -> Retention | None:
+    try:
+        return Retention.of(retain)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def require_engine(engine: Engine, prefix: PrefixHandle) -> None:

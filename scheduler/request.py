@@ -12,6 +12,7 @@ import numpy.typing as npt
 from paged.matcher import GrammarMatcher
 from paged.prefix.cursor import Cursor
 from paged.prefix.handles import PrefixHandle
+from paged.prefix.retention import Retain, Retention
 from paged.sampling import SamplingParams
 from paged.spec import KVSpec, KVView
 
@@ -54,6 +55,8 @@ class RequestOptions(TypedDict, total=False):
     stops         where the prefill of a model with recurrent state leaves checkpoints for later prompts
     loops         depth in a looped model; None: its default
     cache_window  W > 0: every token sees the last W positions alone, itself included, and older pages are given back
+    retain        what its pages may expect when it has ended: "none" (this conversation is over), "turn" (it goes on),
+                  a number of seconds, or a Retention with a priority; None: nothing is known
     prefix        a handle from `build_prefix` of the prompt's first tokens, or of all of them: then the first token
                   comes without a forward
     """
@@ -64,6 +67,7 @@ class RequestOptions(TypedDict, total=False):
     stops: PrefillStops | None
     loops: int | None
     cache_window: int
+    retain: Retain
     prefix: PrefixHandle | None
 
 
@@ -84,6 +88,7 @@ class Request:
     namespace: str = ""
     priority: int = 0
     stops: PrefillStops = PrefillStops()
+    retain: Retention | None = None
     view: KVView = ONE_GROUP  # what it uses of the page groups, by its depth and its cache window
     prefix: PrefixHandle | None = None  # its first tokens, computed: used where the cache has less of them
     matcher: GrammarMatcher | None = None  # where its output stands in params.grammar; preemption does not move it

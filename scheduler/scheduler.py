@@ -12,7 +12,7 @@ from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
-from paged.prefix.cursor import Cursor
+from paged.prefix.cursor import NO_NODE, Cursor
 from paged.prefix.step_pages import publish_next
 from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission, Placement
@@ -392,11 +392,15 @@ class Scheduler:
         self.sharing.settle([request])
         if self.checkpointer is not None:
             self.checkpointer.leave(request, preempted)
-        elif self.cache is not None and self.cache.exact and request.cursor is not None:
-            slot = request.slot
-            computed = int(self.state.computed[slot])
-            last = self.state.page_table[:, slot, computed // self.pool.page_size]
-            self.cache.publish_tail(request.cursor, self.state.tokens[slot, :computed], last.copy())
+        elif self.cache is not None and request.cursor is not None:
+            tail = NO_NODE
+            if self.cache.exact:
+                slot = request.slot
+                computed = int(self.state.computed[slot])
+                last = self.state.page_table[:, slot, computed // self.pool.page_size]
+                tail = self.cache.publish_tail(request.cursor, self.state.tokens[slot, :computed], last.copy())
+            if not preempted:
+                self.cache.retain(request.cursor, request.retain, tail)
         request.num_computed_tokens += int(self.state.work[request.slot])
         request.known = self.state.vacate(request.slot)
         request.slot = -1

@@ -9,12 +9,14 @@ import numpy as np
 from paged.errors import GeometryMismatch, SessionInUse
 from paged.kv.pages import PagePool
 from paged.prefix.checkpoints import CheckpointStore
+from paged.prefix.cursor import NO_NODE, Cursor
 from paged.prefix.events import PagesCleared
 from paged.prefix.eviction import EvictionPolicy
 from paged.prefix.explain import Explanation, explain
 from paged.prefix.hashing import Int32, PageHash, as_tokens, fields_of, page_hash
 from paged.prefix.index import NO_PAGE
 from paged.prefix.pins import Pin, Pins
+from paged.prefix.retention import Retain, Retention
 from paged.prefix.stats import PrefixChain
 from paged.prefix.tree import PageTree
 
@@ -64,15 +66,19 @@ class PrefixCache(PageTree):
 
     # By hand: a session donates and attaches ------------------------------------------------------------------
 
-    def insert(self, session: Session, tokens: object, preview: str = "", opening: bool = False) -> int:
+    def insert(
+        self, session: Session, tokens: object, preview: str = "", opening: bool = False, retain: Retain = None
+    ) -> int:
         """Donate what `session` evaluated of `tokens`, its history; returns the pages new to the cache.
 
         Where a page is cached already, the session, and whoever shares the page, goes on with that one. Of a recurrent
         model a checkpoint is kept of where the session stands now; `opening` marks it as one that every conversation
-        on this opening shares, which the budget drops last. `preview` labels the donation in `chains()`.
+        on this opening shares, which the budget drops last. `preview` labels the donation in `chains()`; `retain` says
+        what its pages may expect (see Retention; checkpoints heed none).
         GeometryMismatch if the session is not paged out of this pool.
         """
         self._own(session)
+        retention = Retention.of(retain)
         history = as_tokens(tokens)
         covered = min(len(history), session.n_past)
         history = history[:covered]
@@ -88,8 +94,10 @@ class PrefixCache(PageTree):
         cursor = self.cursor(session.namespace, session.view)
         full = covered // self.pool.page_size
         self.publish(cursor, history, session.table.rows[:, :full], preview)
+        tail = NO_NODE
         if self.exact and covered == session.n_past and covered % self.pool.page_size:
-            self.publish_tail(cursor, history, session.table.rows[:, full], preview)
+            tail = self.publish_tail(cursor, history, session.table.rows[:, full], preview)
+        self.retain(cursor, retention, tail)
         self.drop_places(cursor)
         return self.stats.inserted_pages - before
 
@@ -172,6 +180,15 @@ class PrefixCache(PageTree):
     ) -> Explanation:
         """How far a prompt matches and why it stops there. Touches nothing. O(pages of the prompt x namespaces)."""
         return explain(self, as_tokens(tokens), namespace, self.spec.view(loops, cache_window))
+
+    def retain(self, cursor: Cursor, retention: Retention | None, tail: int = NO_NODE) -> None:
+        """What the pages that the cursor stands on, and the `tail` that its donation left, may expect: see Retention.
+
+        For when a sequence is about to give them back. None changes nothing. O(pages).
+        """
+        if retention is not None and self._may_publish(cursor):
+            nodes = cursor.nodes if tail == NO_NODE else np.append(cursor.nodes, np.int32(tail))
+            self.queue.retentions.mark(self.index, nodes, retention, cursor.chain)
 
     # Keeping, and giving back ---------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ class PrefixIndex:
     """Cached pages as a tree: a node is one page position of one prefix, with a page for each page group.
 
     Node n holds `pages[n]` (int32 [num_groups]), `tokens[n]` (int32 [page_size]), its parent, the number of its
-    children, and the tick at which its last user left. The parent of a first page is a negative number that stands
-    for its namespace. A look-up follows parents and tokens (see PageLookup): a hash routes it and never decides. Keys,
-    the chained hashes of pages, are names for the world outside (events, files, what was evicted) and nothing else.
+    children, the tick at which its last user left, and `end[n]`, the tokens of its prefix, its own included. The
+    parent of a first page is a negative number that stands for its namespace. A look-up follows parents and tokens (see
+    PageLookup): a hash routes it and never decides. Keys, the chained hashes of pages, are names for the world outside
+    (events, files, what was evicted) and nothing else.
 
     A node with fewer than page_size `rows` is a tail: the last, partial page of a donation, which never has children.
     A node may lack the page of a group with a sliding window (NO_PAGE): then a prefix can continue through it, and a
@@ -62,6 +63,7 @@ class PrefixIndex:
         self.last_use = np.zeros(capacity, np.int64)
         self.chain = np.zeros(capacity, np.int64)
         self.rows = np.zeros(capacity, np.int32)
+        self.end = np.zeros(capacity, np.int32)
         self.window = np.zeros(capacity, np.int32)
         self.pages = np.zeros((capacity, self.num_groups), np.int32)
         self.tokens = np.zeros((capacity, self.page_size), np.int32)
@@ -125,6 +127,7 @@ class PrefixIndex:
         self.window[node] = cursor.view.cache_window
         self.pages[node] = NO_PAGE
         rows = self.rows[node] = len(tokens)
+        self.end[node] = rows + (self.end[parent] if parent >= 0 else 0)
         self.tokens[node, :rows] = tokens
         self.tokens[node, rows:] = -1
         for group, page in enumerate(pages.tolist()):
@@ -161,6 +164,7 @@ class PrefixIndex:
         self.chain[at] = [cursor.chain for cursor in cursors]
         self.window[at] = [cursor.view.cache_window for cursor in cursors]
         self.rows[at] = self.page_size
+        self.end[at] = self.end[parents] + self.page_size
         self.tokens[at] = tokens
         self.lookup.insert_all(at, np.array(parents, np.int32), np.ascontiguousarray(tokens))
         for parent, node in zip(parents, nodes, strict=True):
@@ -281,7 +285,7 @@ class PrefixIndex:
         old, used = len(self.keys), self.__dict__.copy()
         new = max(64, 2 * old)
         self._allocate(new)
-        for name in ("parent", "children", "birth", "last_use", "chain", "rows", "window", "pages", "tokens"):
+        for name in ("parent", "children", "birth", "last_use", "chain", "rows", "end", "window", "pages", "tokens"):
             getattr(self, name)[:old] = used[name][:old]
         self.keys.extend([None] * (new - old))
         self._free.extend(range(new - 1, old - 1, -1))

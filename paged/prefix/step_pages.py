@@ -47,6 +47,7 @@ def publish_next(tree: PageTree, cursors: Sequence[Cursor], columns: Int32, toke
         for cursor, count in zip(chosen, (own >= 0).sum(axis=0).tolist(), strict=True):
             tree._count(cursor, index.page_size, count, "")
         index.add_pages(chosen, list(keys), tokens[plain], own)
+        tree.queue.entered([cursor.last for cursor in chosen])
         ids = own[own >= 0]
         tree.pool.hold(ids)
         tree.stats.inserted_pages += len(ids)

@@ -11,9 +11,10 @@ import numpy as np
 from paged.errors import GeometryMismatch, check
 from paged.kv.pages import PagePool
 from paged.ops.dispatch import get_backend
-from paged.prefix.cursor import Cursor
+from paged.prefix.cursor import NO_NODE, Cursor
 from paged.prefix.events import CacheEvent, PageRemoved, PagesCleared, PagesStored
-from paged.prefix.eviction import EvictionPolicy, EvictionQueue, get_policy
+from paged.prefix.eviction import EvictionPolicy, get_policy
+from paged.prefix.eviction_queue import EvictionQueue
 from paged.prefix.hashing import Int32, PageHash, namespace_key
 from paged.prefix.index import NO_PAGE, PrefixIndex
 from paged.prefix.stats import PrefixChain, PrefixStats
@@ -141,6 +142,7 @@ class PageTree:
         """
         pages = self._columns(cursor)
         self.pool.share(pages[pages >= 0])
+        self.queue.attached(cursor.nodes)
         return pages
 
     def _columns(self, cursor: Cursor) -> Int32:
@@ -231,39 +233,41 @@ class PageTree:
             self._forget(cursor.chain, 0)  # a donation of places alone, whose pages a window left, is none
         return merged
 
-    def publish_tail(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> None:
+    def publish_tail(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> int:
         """Enter the last, partial page `pages [num_groups]` of a sequence that writes no more into it.
 
         `tokens` is the whole history; the cursor stands on all of its full pages. A prompt that goes on from here
-        copies the page. Nothing happens where a page with these rows is cached already.
+        copies the page. Nothing happens where a page with these rows is cached already. Returns the node that was
+        entered, or NO_NODE (-1).
         """
         index, size = self.index, self.pool.page_size
         rows = tokens[len(tokens) // size * size :]
         if not len(rows) or cursor.depth != len(tokens) // size or not self._may_publish(cursor):
-            return
+            return NO_NODE
         node, shared = index.closest(cursor, rows)
         if shared == len(rows) and self._whole(node, cursor.view):
-            return
+            return NO_NODE
         if shared == len(rows) == index.rows[node]:
             self._merge(node, pages)
-            return
+            return NO_NODE
         key = index.hash_page(cursor.key_above(), rows.astype("<i4", copy=False).tobytes())
         if key in index.by_key:
             self.stats.num_collisions += 1
-            return
+            return NO_NODE
         if self._held_elsewhere(pages.tolist()):
-            return
+            return NO_NODE
         self._supersede(cursor, rows, pages)
         while self.max_pages and self.held_pages + np.count_nonzero(pages >= 0) > self.max_pages:
             other = self.queue.pop()
             if other is None:
-                return
-            self._give_up(other)
+                return NO_NODE
+            self.pool.unhold(self._give_up(other))
         if not self._may_publish(cursor):  # places whose pages a window had left went too
-            return
-        self._enter(cursor, key, rows, pages, preview)
+            return NO_NODE
+        node = self._enter(cursor, key, rows, pages, preview)
         if self.listen is not None:
             self._tell_stored(cursor, cursor.depth, [key], rows)
+        return node
 
     def drop_places(self, cursor: Cursor) -> None:
         """Take out what the cursor ends with where a window left the pages and nothing stands on it.
@@ -314,12 +318,14 @@ class PageTree:
         held = self.pool.held
         return any(held[page] for page in pages if page >= 0)
 
-    def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> None:
+    def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> int:
         own = pages[pages >= 0]
         self._count(cursor, len(tokens), len(own), preview)
-        self.index.add(cursor, key, tokens, pages)
+        node = self.index.add(cursor, key, tokens, pages)
+        self.queue.entered((node,))
         self.pool.hold(np.ascontiguousarray(own))
         self.stats.inserted_pages += len(own)
+        return node
 
     def _count(self, cursor: Cursor, num_tokens: int, num_pages: int, preview: str) -> None:
         """What a sequence is about to enter belongs to its donation; it begins one where it has none."""
@@ -364,27 +370,33 @@ class PageTree:
 
     def _reclaim(self, num_pages: int) -> int:
         """Evict idle leaves until at least `num_pages` pages became free, or none is left; returns how many did."""
-        freed = 0
-        while freed < num_pages:
-            node = self.queue.pop()
-            if node is None:
-                break
-            freed += self._give_up(node)
+        freed, gone = 0, list[Int32]()
+        while freed < num_pages and (node := self.queue.pop()) is not None:
+            gone.append(self._give_up(node))
+            freed += len(gone[-1])
+        if freed:
+            self.pool.unhold(np.concatenate(gone))
         return freed
 
-    def _give_up(self, node: int) -> int:
-        """What can go of a node that was queued: all of an idle leaf, else its idle pages that may go alone."""
+    def _give_up(self, node: int) -> Int32:
+        """Take out what can go of a queued node: all of an idle leaf, else its idle pages that may go alone."""
         if not self.index.children[node] and self._idle(node):
-            return self._evict(node)
+            self.queue.gone(node)
+            return self._take_out(node)
         loose = self._loose(node)
-        if not len(loose):
-            return 0
         pages = self.index.pages[node, loose]
-        idle = loose[(pages >= 0) & (self.pool.refs[pages] == 1)]
-        return self._unhold(node, self.index.hollow(node, idle)) if len(idle) else 0
+        pages = self.index.hollow(node, loose[(pages >= 0) & (self.pool.refs[pages] == 1)])
+        self._uncount(node, pages)
+        return pages
 
     def _evict(self, node: int) -> int:
-        """Take a leaf out; its parent may become the next one to go. Returns the pages that became free."""
+        """Take a leaf out and give its pages up; returns how many that were."""
+        pages = self._take_out(node)
+        self.pool.unhold(pages)
+        return len(pages)
+
+    def _take_out(self, node: int) -> Int32:
+        """Take a leaf out of the index; its parent may become the next one to go. Returns its pages, still held."""
         pages = self.index.pages[node]
         pages = pages[pages >= 0]
         if len(self.evicted) >= _REMEMBERED:
@@ -394,17 +406,14 @@ class PageTree:
         if self.listen is not None:
             self.listen(PageRemoved(key))
         parent = self.index.remove(node)
-        freed = self._unhold(node, pages)
+        self._uncount(node, pages)
         if parent >= 0 and not self.index.children[parent] and self._idle(parent):
             self.queue.push(parent)
-        return freed
+        return pages
 
-    def _unhold(self, node: int, pages: Int32) -> int:
-        before = self.pool.num_free
-        self.pool.unhold(pages)
+    def _uncount(self, node: int, pages: Int32) -> None:
         self.stats.evicted_pages += len(pages)
         self._forget(int(self.index.chain[node]), len(pages))
-        return self.pool.num_free - before
 
     def _forget(self, chain: int, num_pages: int) -> None:
         record = self._chains.get(chain)
@@ -419,8 +428,9 @@ class PageTree:
 
     def _idle(self, node: int) -> bool:
         pages = self.index.pages[node]
-        if self._ever_loose:
-            pages = pages[pages >= 0]
+        if self.num_groups == 1:
+            return int(pages[0]) < 0 or int(self.pool.refs[pages[0]]) == 1
+        pages = pages[pages >= 0]
         return not len(pages) or int(self.pool.refs[pages].max()) == 1
 
     def _loose(self, node: int) -> Int32:
@@ -433,6 +443,7 @@ class PageTree:
         nodes = np.unique(index.node_of_page[ids]) if self.num_groups > 1 else index.node_of_page[ids]
         index.tick += 1
         index.last_use[nodes] = index.tick
+        self.queue.idle(nodes)
         if self._ever_loose:
             for node in nodes[::-1].tolist():  # of pages that fall idle together the deepest goes first
                 if len(self._loose(node)) or (not index.children[node] and self._idle(node)):
@@ -449,7 +460,7 @@ class PageTree:
         while self.held_pages > self.max_pages:
             node = self.queue.pop()
             if node is not None:
-                self._give_up(node)
+                self.pool.unhold(self._give_up(node))
             elif cursor.depth > first and not self.index.children[cursor.last]:
                 cursor.closed = True
                 node = cursor.last
@@ -472,7 +483,7 @@ class PageTree:
             counts[chain] = counts.get(chain, 0) + n
         counts = {chain: n for chain, n in counts.items() if n}
         check(counts == {c.id: c.num_pages for c in self._chains.values()}, "a chain's live pages are wrong")
-        queued = {e[2] for e in self.queue._heap if self.queue._entry[e[2]] == e[1] and index.birth[e[2]] == e[3]}
+        queued = self.queue.nodes()
         refs = np.where(index.pages >= 0, self.pool.refs[index.pages], 1)  # [nodes, groups]
         firm = np.ones(index.pages.shape, np.bool_)
         for node in live.tolist():

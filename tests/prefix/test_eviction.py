@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paged.prefix.eviction import LRU, EvictionQueue, get_policy
+from paged.prefix.eviction import LRU, get_policy
+from paged.prefix.eviction_queue import EvictionQueue
 from paged.prefix.hashing import page_hash
 from paged.prefix.index import PrefixIndex
 
@@ -96,5 +97,5 @@ def test_policies_are_named_or_given() -> None:
     assert get_policy("lru").name == "lru"
     mine = LRU()
     assert get_policy(mine) is mine
-    with pytest.raises(ValueError, match="must be one of lru, got 'shortest-first'"):
+    with pytest.raises(ValueError, match="must be one of gdsf, lfu_da, lru, shortest, got 'shortest-first'"):
         get_policy("shortest-first")

@@ -33,7 +33,9 @@ def hollow(h: Hand, tokens, present: list[int]) -> None:
     h.cache.index.seek(cursor, ids(*tokens), len(present))
     for node, there in zip(cursor.nodes, present, strict=True):
         if not there and h.cache.index.pages[node, 0] >= 0:
-            h.cache._unhold(node, h.cache.index.hollow(node, np.array([0], np.int32)))
+            pages = h.cache.index.hollow(node, np.array([0], np.int32))
+            h.cache._uncount(node, pages)
+            h.pool.unhold(pages)
 
 
 # Giving back ------------------------------------------------------------------------------------------------------

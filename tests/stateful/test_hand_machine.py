@@ -118,9 +118,9 @@ def a_parent_is_evicted_before_its_child(patch: Patch) -> None:
         for node in np.unique(self.index.node_of_page[ids]).tolist():
             self.queue.push(node)
 
-    def give_up(self: PrefixCache, node: int) -> int:
+    def give_up(self: PrefixCache, node: int) -> np.ndarray:
         self.index.children[node] = 0
-        return self._evict(node) if self._idle(node) else 0
+        return self._take_out(node) if self._idle(node) else np.zeros(0, np.int32)
 
     patch.setattr(PrefixCache, "_on_idle", on_idle)
     patch.setattr(PrefixCache, "_give_up", give_up)
