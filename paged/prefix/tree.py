@@ -385,9 +385,7 @@ class PageTree:
             return self._take_out(node)
         loose = self._loose(node)
         pages = self.index.pages[node, loose]
-        pages = self.index.hollow(node, loose[(pages >= 0) & (self.pool.refs[pages] == 1)])
-        self._uncount(node, pages)
-        return pages
+        return self._uncount(node, self.index.hollow(node, loose[(pages >= 0) & (self.pool.refs[pages] == 1)]))
 
     def _evict(self, node: int) -> int:
         """Take a leaf out and give its pages up; returns how many that were."""
@@ -411,9 +409,10 @@ class PageTree:
             self.queue.push(parent)
         return pages
 
-    def _uncount(self, node: int, pages: Int32) -> None:
+    def _uncount(self, node: int, pages: Int32) -> Int32:
         self.stats.evicted_pages += len(pages)
         self._forget(int(self.index.chain[node]), len(pages))
+        return pages
 
     def _forget(self, chain: int, num_pages: int) -> None:
         record = self._chains.get(chain)
