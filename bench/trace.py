@@ -57,7 +57,7 @@ def costs(trace: Any, policy: str, num_requests: int, share: float = 0.10) -> di
         prompt = np.append(np.repeat(chain, trace.block), END)
         t0 = clock()
         cursor = cache.cursor()
-        hits = cache.seek(cursor, prompt)
+        hits = cache.seek(cursor, prompt) // trace.block
         t1 = clock()
         pages = cache.take(cursor)
         pages = np.concatenate([pages, pool.alloc(len(chain) - hits)[None]], axis=1)
