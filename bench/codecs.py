@@ -25,6 +25,7 @@ import numpy.typing as npt
 import record
 import torch
 
+from paged.errors import UnsupportedShape
 from paged.kv.codecs import CODECS
 from paged.kv.storage import PageStorage
 from paged.models.base import ForwardBatch, LanguageModel
@@ -199,6 +200,13 @@ def main() -> None:
             f"{f['greedy_tokens_before_another']} of {args.greedy} tokens; "
             f"same bits in other chunks: {f['same_bits_in_other_chunks']}"
         )
+    for name in (f"{name}-h" for name in names):  # store-h: whether it saves anything here
+        try:
+            page_bytes = PageStorage(model.spec, 1, PAGE, name, input_size=model.input_size).page_bytes
+            figures[name] = {"bytes_per_token": page_bytes * model.spec.num_groups / PAGE}
+        except UnsupportedShape as error:
+            figures[name] = {"refused": str(error)}
+        print(f"{name:6} {figures[name]}")
     settings = {name: getattr(args, name) for name in ("windows", "length", "greedy", "seqs")}
     record.report("codecs", {"model": model.name, "settings": settings, "codecs": figures}, args)
 
