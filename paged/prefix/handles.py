@@ -147,8 +147,8 @@ class PrefixHandle:
     def open(self, loops: int | None = None) -> Session:
         """A session that stands behind the prefix, with its logits. O(pages), and one copy of a recurrent state.
 
-        `loops` below its own depth (see `share_depths`) evaluates the last token. Errors as those of `require`. It takes
-        references in the pool: of a handle that an engine built, hold `engine.lock` meanwhile.
+        `loops` below its own depth (see `share_depths`) evaluates the last token. Errors as those of `require`.
+        It takes references in the pool: of a handle that an engine built, hold `engine.lock` meanwhile.
         """
         view = self._session.model.view(self.loops if loops is None else loops, self.cache_window)
         self.require(view)
