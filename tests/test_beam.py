@@ -222,9 +222,16 @@ def test_beams_share_the_pages_of_what_they_have_in_common_and_all_go_back() -> 
 
 
 def test_beams_that_are_given_up_are_released_under_the_lock_and_not_left_to_the_collector(monkeypatch) -> None:
-    left = []
-    monkeypatch.setattr(Session, "__del__", lambda session: left.append(session.table.num_pages))
-    session = session_of(EchoModel(97), random_tokens(9, 97))
+    gc.collect()  # sessions of other tests
+    left, session = [], session_of(EchoModel(97), random_tokens(9, 97))
+    pool, real = session.pool, Session.__del__
+
+    def watched(other: Session) -> None:
+        if getattr(other, "pool", None) is pool:
+            left.append(other.table.num_pages)
+        real(other)
+
+    monkeypatch.setattr(Session, "__del__", watched)
     BeamSearch(session, 4).run(8)
     gc.collect()
     assert len(left) > 4 and set(left) == {0}

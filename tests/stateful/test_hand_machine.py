@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from paged.kv.page_table import PageTable
+from paged.kv.pages import PagePool
 from paged.kv.state import StatePool, StateSnapshot
 from paged.prefix import saved
 from paged.prefix.cache import PrefixCache
@@ -141,6 +142,10 @@ def a_tail_is_entered_with_a_row_too_many(patch: Patch) -> None:
         real(self, cursor, tokens, pages, preview)
 
     patch.setattr(PrefixCache, "publish_tail", publish_tail)
+
+
+def a_published_twin_is_not_taken_over(patch: Patch) -> None:
+    patch.setattr(PagePool, "exchange", lambda self, column, old, new: None)
 
 
 def a_drop_ends_no_epoch(patch: Patch) -> None:
@@ -292,6 +297,7 @@ def states_are_saved_in_another_order(patch: Patch) -> None:
 FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (Pages, a_reference_is_dropped_on_attach),
     (Pages, a_parent_is_evicted_before_its_child),
+    (Pages, a_published_twin_is_not_taken_over),
     (Exact, the_rows_of_a_partial_match_are_not_compared),
     (Exact, a_tail_is_entered_with_a_row_too_many),
     (Cursors, a_drop_ends_no_epoch),

@@ -271,10 +271,6 @@ def a_release_ends_no_epoch(patch: Patch) -> None:
     patch.setattr(Cursor, "open", property(lambda self: not self.closed))
 
 
-def a_published_twin_is_not_taken_over(patch: Patch) -> None:
-    patch.setattr(PagePool, "exchange", lambda self, column, old, new: None)
-
-
 def the_last_page_of_a_table_is_not_extended(patch: Patch) -> None:
     real = Scheduler._extend_tables
 
@@ -398,7 +394,6 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (SchedulerMachine, offers_outlive_their_step),
     (SchedulerMachine, a_waiter_is_never_told),
     (SlowPrefill, a_release_ends_no_epoch),
-    (SchedulerMachine, a_published_twin_is_not_taken_over),
     (SchedulerMachine, the_last_page_of_a_table_is_not_extended),
     (Looped, a_shallow_match_serves_a_deep_request),
     (Looped, pages_are_taken_in_every_group),
