@@ -7,6 +7,9 @@ share of rows whose likeliest token is that of fp32. Greedy runs continue prompt
 with the tokens of fp32, and the mean number of tokens before the first other one. A decode step is one row for each
 of a few long sequences, all layers; attend is one layer of it, from the caches. Times are CPU time of all threads (this
 machine may be shared), the best of many, the codecs taking turns.
+
+store-h ("-h") is refused where query heads share K and V. Its perplexity is measured on the same weights with the
+shared ones repeated for each head, which computes the same function.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 import pydoc_data.topics as topics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,11 @@ import numpy.typing as npt
 import record
 import torch
 
-from paged.errors import UnsupportedShape
 from paged.kv.codecs import CODECS
 from paged.kv.storage import PageStorage
 from paged.models.base import ForwardBatch, LanguageModel
+from paged.models.llama import LlamaModel
+from paged.models.registry import build_model
 from paged.ops.dispatch import get_backend
 from paged.ops.plan import make_plan
 from scheduler import Engine, SamplingParams
@@ -59,10 +64,30 @@ def windows(model: LanguageModel, text: str, count: int, length: int) -> list[In
     return [tokens[start : start + length] for start in starts]
 
 
+def unshared(model: LanguageModel) -> LanguageModel:
+    """The same function with K and V of its own for each query head, as store-h needs it: shared ones stand there for
+    every head that shares them."""
+    assert isinstance(model, LlamaModel)
+    config = model.config
+    share = config.num_heads // config.num_kv_heads
+
+    def read(name: str) -> torch.Tensor:
+        values = model.tensor(name)
+        if name.split(".")[-2] in ("k_proj", "v_proj"):
+            values = values.unflatten(0, (config.num_kv_heads, -1)).repeat_interleave(share, 0).flatten(0, 1)
+        return values
+
+    return build_model(replace(config, num_kv_heads=config.num_heads), read)
+
+
+def page_storage(model: LanguageModel, num_pages: int, kv_dtype: str) -> PageStorage:
+    return PageStorage(model.spec, num_pages, PAGE, kv_dtype, input_size=model.input_size)
+
+
 def logits_of(model: LanguageModel, tokens: Int32, kv_dtype: str, chunk: int) -> torch.Tensor:
     """Logits of every row of one sequence, `chunk` rows at a time."""
     pages = -(-len(tokens) // PAGE)
-    storage = PageStorage(model.spec, pages, PAGE, kv_dtype)
+    storage = page_storage(model, pages, kv_dtype)
     table = np.arange(pages, dtype=np.int32)[None, None]
     parts = []
     for start in range(0, len(tokens), chunk):
@@ -200,13 +225,19 @@ def main() -> None:
             f"{f['greedy_tokens_before_another']} of {args.greedy} tokens; "
             f"same bits in other chunks: {f['same_bits_in_other_chunks']}"
         )
-    for name in (f"{name}-h" for name in names):  # store-h: whether it saves anything here
-        try:
-            page_bytes = PageStorage(model.spec, 1, PAGE, name, input_size=model.input_size).page_bytes
-            figures[name] = {"bytes_per_token": page_bytes * model.spec.num_groups / PAGE}
-        except UnsupportedShape as error:
-            figures[name] = {"refused": str(error)}
-        print(f"{name:6} {figures[name]}")
+    apart, inputs = unshared(model), [f"{name}-h" for name in names]
+    kept = quality(apart, [names[0], *inputs], load)
+    whole = PageStorage(apart.spec, 1, PAGE, names[0]).page_bytes
+    print(
+        f"store-h, of the same model with K and V for each query head ({whole * apart.spec.num_groups // PAGE} B/token)"
+    )
+    for name in inputs:
+        f = kept[name]
+        f["bytes_per_token"] = page_storage(apart, 1, name).page_bytes * apart.spec.num_groups / PAGE
+        f["same_bits_in_other_chunks"] = same_bits(apart, tokens[:300], name)
+        texts_line = ", ".join(f"{text} {f['change'][text]:+.2%} {f['agree'][text]:.1%}" for text in load)
+        print(f"{name:6} {f['bytes_per_token']:8.0f}  {texts_line}; same bits: {f['same_bits_in_other_chunks']}")
+        figures[name] = f
     settings = {name: getattr(args, name) for name in ("windows", "length", "greedy", "seqs")}
     record.report("codecs", {"model": model.name, "settings": settings, "codecs": figures}, args)
 

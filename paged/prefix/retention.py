@@ -73,8 +73,8 @@ class Retentions:
     itself brought, but only below the last page that something else stands on. A page so marked that is attached
     after all counts like any other again.
 
-    "turn" keeps a page for `turn_s` seconds after its last user left: of the conversations in the Mooncake trace that
-    went on, 95 % did within 7 minutes. A page whose time is over counts like any other. `clock` gives seconds.
+    "turn" keeps a page for `turn_s` seconds after its last user left; people answer within minutes, or not at all. A
+    page whose time is over counts like any other. `clock` gives seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, turn_s: float = 600.0) -> None:

@@ -126,3 +126,35 @@ def test_a_model_that_cannot_keep_its_inputs_says_so() -> None:
 
 
 TINY_SPEC = build_model(CONFIGS["plain"], random_tensors(CONFIGS["plain"]).__getitem__).spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_dtype", "most"), [("fp32-h", 0.0), ("int8-h", 0.01), ("int4-h", 0.2)])
+def test_real_weights_whose_heads_share_nothing_keep_their_tokens(kv_dtype: str, most: float, smollm2) -> None:
+    """SmolLM2 with its shared K and V repeated for each head: the same function, of a shape that store-h serves."""
+    shared = smollm2.config.num_kv_heads
+
+    def read(name: str) -> torch.Tensor:
+        values = smollm2.tensor(name)
+        if name.split(".")[-2] in ("k_proj", "v_proj"):
+            values = (
+                values.unflatten(0, (shared, -1)).repeat_interleave(smollm2.config.num_heads // shared, 0).flatten(0, 1)
+            )
+        return values
+
+    model = build_model(replace(smollm2.config, num_kv_heads=smollm2.config.num_heads), read)
+    prompt = smollm2.tokenizer.encode(
+        "The keeper of the lighthouse wrote in the log every hour, and nobody else was."
+    )
+
+    def last(model: LanguageModel, name: str) -> torch.Tensor:
+        session = Session(model, model.create_kv_pool(8, 16, name))
+        session.eval(prompt[:7])
+        out = session.eval(prompt[7:])
+        assert out is not None
+        return torch.log_softmax(out, -1)
+
+    want, got = last(model, "fp32"), last(model, kv_dtype)
+    assert float((want - last(smollm2, "fp32")).abs().max()) < 1e-3
+    divergence = float((want.exp() * (want - got)).sum())
+    assert torch.equal(want, got) if not most else divergence < most, divergence
