@@ -143,9 +143,7 @@ def test_real_weights_whose_heads_share_nothing_keep_their_tokens(kv_dtype: str,
         return values
 
     model = build_model(replace(smollm2.config, num_kv_heads=smollm2.config.num_heads), read)
-    prompt = smollm2.tokenizer.encode(
-        "The keeper of the lighthouse wrote in the log every hour, and nobody else was."
-    )
+    prompt = smollm2.tokenizer.encode("The keeper of the lighthouse wrote in the log every hour, and nobody else was.")
 
     def last(model: LanguageModel, name: str) -> torch.Tensor:
         session = Session(model, model.create_kv_pool(8, 16, name))
