@@ -1,198 +1,119 @@
-"""Admission: what a waiting request can attach, and whether the pool holds the rest of it."""
+"""Admission: which waiting requests start in a step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from paged.errors import OutOfPages
-from paged.kv.pages import PagePool
-from paged.kv.state import StateSnapshot
-from paged.ops.dispatch import get_backend
+from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
-from paged.prefix.handles import PrefixHandle
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
-from scheduler.request import Int32, Request
+from scheduler.placement import Placement, Placer
+from scheduler.queue import WaitingQueue
+from scheduler.request import Request, RequestState
 from scheduler.sharing import StepSharing
+from scheduler.slots import Slots
+from scheduler.stats import SchedulerStats
 
 
 @dataclass(slots=True)
-class Placement:
-    """Pages taken for a request, int32 [num_groups, columns]: its first `matched` tokens are computed in them.
+class Admitted:
+    """What one pass over the queue did: the requests that got a slot, in order, and those that failed on the way."""
 
-    `snapshot` is the recurrent state after them.
-    """
-
-    pages: Int32
-    matched: int
-    snapshot: StateSnapshot | None = None
+    requests: list[Request] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)
 
 
 class Admission:
-    """Takes pages for one request: those that are cached, or computed in this very step, and fresh ones for the rest.
+    """Starts waiting requests in the policy's order while slots, budget and pages last.
 
-    It takes all or nothing, and leaves `watermark` of the pool free unless nothing runs.
+    A request that does not fit is passed by: up to `lookahead` such requests in one pass, and each in at most
+    `max_bypass` passes; from then on every page that comes free is kept for it.
     """
 
     def __init__(
         self,
-        pool: PagePool,
-        config: SchedulerConfig,
-        cache: PrefixCache | None,
-        num_groups: int,
+        placer: Placer,
+        state: Slots,
+        waiting: WaitingQueue,
         sharing: StepSharing,
-        checkpointer: Checkpointer | None,
+        states: StatePool | None,
+        stats: SchedulerStats,
     ) -> None:
-        self.pool = pool
-        self.config = config
-        self.cache = cache
-        self.num_groups = num_groups
+        self.placer = placer
+        self.config: SchedulerConfig = placer.config
+        self.cache: PrefixCache | None = placer.cache
+        self.checkpointer: Checkpointer | None = placer.checkpointer
+        self.state = state
+        self.waiting = waiting
         self.sharing = sharing
-        self.checkpointer = checkpointer
+        self.states = states
+        self.stats = stats
 
-    def place(self, request: Request, alone: bool) -> Placement | None:
-        """Pages for all known tokens of `request`, or None: it must wait. `alone`: nothing runs."""
-        spare = 0 if alone else int(self.config.watermark * self.pool.num_pages)
-        if self.cache is None:
-            if request.prefix is not None and _reaches(request.prefix, request):
-                return self._from_prefix(request.prefix, request, spare)
-            return self._fill(request, Placement(np.zeros((self.num_groups, 0), np.int32), 0), spare)
-        if request.cursor is None or request.cursor.epoch.over:
-            request.cursor = self.cache.cursor(request.namespace, request.view)
-        if self.checkpointer is not None:
-            return self._from_checkpoint(self.checkpointer, request, spare)
-        return self._from_pages(self.cache, request, spare)
-
-    def _from_pages(self, cache: PrefixCache, request: Request, spare: int) -> Placement | None:
-        cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, request.view.num_groups
-        assert cursor is not None
-        matched = cache.seek(cursor, request.known)
-        prefix = request.prefix
-        if prefix is not None and matched < _position(prefix, request) and _reaches(prefix, request):
-            return self._from_prefix(prefix, request, spare)
-        offered = self.sharing.follow(request)
-        if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
-            depth = cursor.depth
-            cache.seek(cursor, request.known, exact=False)
-            offered = offered if cursor.depth == depth else None
-        if self.sharing.awaits(request, cursor.depth + (0 if offered is None else offered.shape[1])):
-            return None
-        room = self._room_for(cache, request, offered, spare)
-        if 0 <= room < groups and cursor.rows:  # the page to copy from may have to go to make room
-            cache.seek(cursor, request.known, exact=False)
-            room = self._room_for(cache, request, offered, spare)
-        if room < 0:
-            return None
-        rows = cursor.rows
-        pages = cache.take(cursor)
-        if offered is not None:
-            pool.share(offered[offered >= 0])
-            pages = np.concatenate([pages, offered], axis=1)
-        columns = pages.shape[1]
-        fresh = (-(-len(request.known) // size) - columns) * groups
-        try:
-            if rows:  # the first column is the copy
-                own = cache.take_rows(cursor, fresh - groups).reshape(-1, groups).T
+    def admit(self, budget: int) -> Admitted:
+        """One pass; `budget` is the rows that this step still has."""
+        done = Admitted()
+        blocked: list[Request] = []
+        for request in self._candidates():
+            if budget <= 0 or not self.state.num_free:
+                break
+            try:
+                placement = self.placer.place(request, not self.state.num_running)
+            except Exception as error:  # the copy of a page failed: that is this request's misfortune alone
+                request.error = f"{type(error).__name__}: {error}"
+                done.failed.append(request)
+                continue
+            if placement is not None:
+                self._start(request, placement)
+                done.requests.append(request)
+                budget -= self._announce(request, budget)
             else:
-                own = pool.alloc(fresh).reshape(groups, -1)
-            own = self._columns(request, own)
-        except BaseException as error:
-            pool.release(pages[pages >= 0])
-            if not isinstance(error, OutOfPages):
-                raise
-            return None  # idle pages whose children are in use cannot be evicted
-        return Placement(np.concatenate([pages, own], axis=1), columns * size + rows)
+                blocked.append(request)
+                if request.num_bypassed >= self.config.max_bypass or len(blocked) > self.config.lookahead:
+                    break
+        last = done.requests[-1].arrival if done.requests else -1
+        for request in blocked:
+            if request.arrival < last:
+                request.num_bypassed += 1
+        return done
 
-    def _room_for(self, cache: PrefixCache, request: Request, offered: Int32 | None, spare: int) -> int:
-        """Pages that would be left of those to be had, once `request` had all of its own and what it attaches."""
-        cursor = request.cursor
-        assert cursor is not None
-        columns = cursor.depth + (0 if offered is None else offered.shape[1])
-        fresh = (-(-len(request.known) // self.pool.page_size) - columns) * request.view.num_groups
-        return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.depth else 0)
+    def _candidates(self) -> Iterable[Request]:
+        """The waiting requests that this pass may look at: admissions take them out of the queue while it iterates."""
+        bound = self.state.num_free + self.config.lookahead + 1
+        return [request for request, _ in zip(self.waiting, range(bound), strict=False)]
 
-    def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
-        store, pool, groups = checkpointer.store, self.pool, self.num_groups
-        if checkpointer.awaits(request):
-            return None
-        found = checkpointer.find(request)
-        prefix = request.prefix
-        if prefix is not None and _reaches(prefix, request) and (not found or found.num_tokens < prefix.num_tokens):
-            return self._from_prefix(prefix, request, spare)
-        if found is None:
-            return self._fill(request, Placement(np.zeros((groups, 0), np.int32), 0), spare)
-        whole = found.num_tokens // pool.page_size
-        fresh = (-(-len(request.known) // pool.page_size) - whole) * request.view.num_groups
-        if fresh + spare + store.idle_pages(found) > pool.num_available:
-            return None
-        try:
-            pages = store.attach(found)
-        except OutOfPages:
-            return None
-        placement = self._fill(request, Placement(pages, found.num_tokens, snapshot=found.snapshot), 0)
-        if placement is None:
-            pool.release(pages[pages >= 0])
-        return placement
+    def _announce(self, request: Request, budget: int) -> int:
+        """Tell the rest of the pass which pages `request` fills; returns the rows that it computes in this step."""
+        slot = request.slot
+        need = int(min(self.state.known[slot], self.state.stop[slot]) - self.state.computed[slot])
+        chunk = min(need, budget, self.config.max_chunk_tokens or budget)
+        if self.checkpointer is None:
+            self.sharing.offer(request, self.state, chunk)
+            if chunk < need:
+                self.sharing.expect(request)
+        return chunk
 
-    def _from_prefix(self, prefix: PrefixHandle, request: Request, spare: int) -> Placement | None:
-        """Start behind a prefix that a handle keeps, or one token short of the prompt: whole pages are shared, a
-        partial one is copied."""
-        pool, view, matched = self.pool, request.view, _position(prefix, request)
-        whole, rows = divmod(matched, pool.page_size)
-        table = np.full((self.num_groups, prefix.page_table.shape[1]), -1, np.int32)
-        table[view.groups] = prefix.page_table[view.groups]
-        shared = table[:, :whole]
-        placement = Placement(shared, matched, prefix.snapshot())
-        if self._fill(request, placement, spare) is None:
-            return None
-        pool.share(shared[shared >= 0])
-        try:
-            if rows and pool.storage is not None:
-                backend = get_backend(pool.storage.device)
-                backend.copy_pages(pool.storage, table[view.groups, whole], placement.pages[view.groups, whole])
-        except BaseException:
-            pool.release(placement.pages[placement.pages >= 0])
-            raise
-        if request.cursor is not None:  # it stands on none of the cached pages: what it publishes merges with them
-            request.cursor.restart()
-        return placement
-
-    def _fill(self, request: Request, placement: Placement, spare: int) -> Placement | None:
-        """Add fresh columns up to the last known token."""
-        groups = request.view.num_groups
-        fresh = (-(-len(request.known) // self.pool.page_size) - placement.pages.shape[1]) * groups
-        if fresh + spare > self.pool.num_available:
-            return None
-        try:
-            own = self._columns(request, self.pool.alloc(fresh).reshape(groups, -1))
-        except OutOfPages:
-            return None
-        placement.pages = np.concatenate([placement.pages, own], axis=1)
-        return placement
-
-    def _columns(self, request: Request, own: Int32) -> Int32:
-        """Pages of the groups that a request uses as columns of its page table."""
-        if len(own) == self.num_groups:
-            return own
-        columns = np.full((self.num_groups, own.shape[1]), -1, np.int32)
-        columns[request.view.groups] = own
-        return columns
-
-
-def _position(prefix: PrefixHandle, request: Request) -> int:
-    """Where a request that starts from a prefix computes its first row."""
-    return min(prefix.num_tokens, len(request.known) - 1)
-
-
-def _reaches(prefix: PrefixHandle, request: Request) -> bool:
-    """Whether a request can start from a prefix. Behind its last token it can; one short of it, a recurrent state is
-    not there any more, and a window may have left pages that are seen from there."""
-    at, size, view = _position(prefix, request), prefix.pool.page_size, request.view
-    if at == prefix.num_tokens:
-        return True
-    if prefix.snapshot_at is not None:
-        return False
-    seen = np.arange(-(-at // size)) >= view.first_columns(at, size)[view.groups, None]
-    return bool((prefix.page_table[view.groups, : seen.shape[1]] >= 0)[seen].all())
+    def _start(self, request: Request, placement: Placement) -> None:
+        matched = placement.matched
+        self.waiting.remove(request)
+        request.slot = self.state.place(request, placement.pages, matched)
+        request.state = RequestState.RUNNING
+        request.num_bypassed = 0
+        if self.states is not None and placement.snapshot is not None:
+            self.states.restore(request.slot, placement.snapshot)
+        if self.checkpointer is not None:
+            self.checkpointer.begin(request, matched)
+        if request.num_preemptions:
+            request.num_reattached_tokens += matched
+            self.stats.reattached_tokens += matched
+            return
+        request.num_cached_tokens = matched
+        self.stats.num_admitted += 1
+        self.stats.prompt_tokens += request.num_prompt
+        self.stats.cached_tokens += matched
+        if self.cache is not None and request.cursor is not None:
+            if self.checkpointer is not None:
+                self.cache.count_checkpoint(request.num_prompt, matched)
+            else:
+                self.cache.count(request.cursor, request.num_prompt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paged.errors import BadLogits, Closed, check
+from paged.errors import Closed
 from paged.kv.pages import Int32
 from paged.matcher import GrammarCompiler
 from paged.models.base import LanguageModel
@@ -21,26 +20,23 @@ from paged.models.registry import load_model
 from paged.prefix.cache import PrefixCache
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.resume import ResumeHandle
-from paged.sampler import Sampled, Sampler, TokenHistory, sample_one
+from paged.sampler import Sampler
 from paged.sampling import SamplingParams
-from paged.text import OutputText
 from scheduler.capacity import default_num_pages, default_state_bytes
 from scheduler.config import SchedulerConfig
+from scheduler.delivery import Delivery
 from scheduler.intake import Prompt, make_request, tokens_of
 from scheduler.live import Live
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
 from scheduler.prefixes import build_prefix, build_resume
 from scheduler.request import Request, RequestOptions
-from scheduler.scheduler import Scheduler, StepResult
-from scheduler.step import StepPlan
+from scheduler.runner import Runner
+from scheduler.scheduler import Scheduler
 from scheduler.stream import Stream
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Unpack
-
-_EXPLAINED = 1000  # finished requests that explain() still knows
 
 
 class Engine:
@@ -50,8 +46,7 @@ class Engine:
     steps for all. `generate` and `stream` drive the engine themselves; with `submit`, the caller calls `step` until
     `has_work` is False.
 
-    Invariants (`check()`): those of the scheduler, the pool, the cache and the sampler; the engine keeps a record for
-    exactly the live requests.
+    Invariants (`check()`): those of the scheduler, the pool, the cache, the sampler and the delivery.
     """
 
     def __init__(
@@ -105,13 +100,10 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups, states
         )
-        state = self.scheduler.state
         self.sampler = Sampler(self.config.max_num_seqs, self.model.vocab_size)
-        self._history = TokenHistory(state.tokens, state.prompt_len, state.known)
+        self.delivery = Delivery(self.scheduler, self.model)
+        self.runner = Runner(self.model, self._storage, self.scheduler, self.sampler, self.delivery)
         self._lock = threading.RLock()
-        self._live: dict[str, Live] = {}
-        self._events: deque[Event] = deque()  # of requests that no generate or stream call waits for
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_EXPLAINED)
         self._ids = itertools.count()
         self._closed = False
 
@@ -153,23 +145,23 @@ class Engine:
         """Run one step; returns the events of submitted requests since the last call, an empty list when idle."""
         with self._lock:
             self.advance()
-            events = list(self._events)
-            self._events.clear()
+            events = list(self.delivery.events)
+            self.delivery.events.clear()
             return events
 
     def cancel(self, request_id: str) -> bool:
         """End a request now with finish_reason "cancelled"; False if it is not live (any more)."""
         with self._lock:
-            live = self._live.get(request_id)
+            live = self.delivery.live.get(request_id)
             if live is None:
                 return False
-            self._end(live, "cancelled")
+            self.delivery.end(live, "cancelled")
             return True
 
     @property
     def has_work(self) -> bool:
         """Whether a request is live, or an event waits to be taken by `step`."""
-        return bool(self._live) or bool(self._events)
+        return bool(self.delivery.live) or bool(self.delivery.events)
 
     def prefix_match_len(
         self, prompt: Prompt, namespace: str = "", loops: int | None = None, cache_window: int = 0
@@ -258,26 +250,20 @@ class Engine:
     def explain(self, request_id: str) -> dict[str, Any]:
         """Where a request's tokens came from: live requests, and the last 1000 that ended. KeyError for others."""
         with self._lock:
-            live = self._live.get(request_id)
-            if live is not None:
-                return _account(live.request, self.scheduler)
-            for record in reversed(self._recent):
-                if record["request_id"] == request_id:
-                    return dict(record)
-        raise KeyError(f"no live or recent request has the id {request_id!r}")
+            return self.delivery.explain(request_id)
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""
         with self._lock:
             self.scheduler.check()
             self.sampler.check()
-            check(self._live.keys() == self.scheduler.requests.keys(), "engine and scheduler disagree on what is live")
+            self.delivery.check()
 
     def close(self) -> None:
         """Cancel what is live and give the pages back; later calls raise Closed. A second close does nothing."""
         with self._lock:
-            for live in list(self._live.values()):
-                self._end(live, "cancelled")
+            for live in list(self.delivery.live.values()):
+                self.delivery.end(live, "cancelled")
             if self.cache is not None:
                 self.cache.release()
             self._closed = True
@@ -315,50 +301,14 @@ class Engine:
         """Queue a prepared request."""
         with self._lock:
             self.require_open()
-            first = self._first_token(request)
+            first = self.runner.first_token(request)
             if first is not None:
                 request.known = np.append(request.prompt, np.int32(first))
             self.scheduler.add(request)
-            text = None
-            if self.model.tokenizer is not None:
-                p = request.params
-                text = OutputText(self.model.tokenizer.token_bytes, p.stop, p.include_stop, p.min_tokens)
-            live = Live(request, text, owned, keeps_events)
-            self._live[request.id] = live
+            live = self.delivery.open(request, owned, keeps_events)
             if first is not None:
-                self._deliver_first(live, first)
+                self.runner.deliver_first(live, first)
             return live
-
-    def _first_token(self, request: Request) -> int | None:
-        """The first token of a request whose whole prompt is a prefix with logits; None for any other one."""
-        prefix, params = request.prefix, request.params
-        if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
-            return None
-        if params.logprobs is not None:  # one row is computed again, so that there is one place that reports them
-            return None
-        try:
-            return sample_one(
-                prefix.logits,
-                params,
-                request.seed,
-                request.num_prompt,
-                request.prompt,
-                [],
-                request.end_ids,
-                request.matcher,
-            )
-        except BadLogits:
-            return None  # the step that computes the row again fails this request alone
-
-    def _deliver_first(self, live: Live, token: int) -> None:
-        """Hand out a token that no step computed, and end the request if it ends with it."""
-        request = live.request
-        self.scheduler.stats.generated_tokens += 1
-        ended = token in request.end_ids and (request.params.min_tokens < 1 or request.matcher is not None)
-        if ended or len(request.known) >= request.limit:
-            self.scheduler.finish(request, "stop" if ended else "length")
-        result = StepResult([request], request.known[-1:])
-        self._deliver(result, Sampled(result.tokens, None), {})
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
@@ -380,117 +330,11 @@ class Engine:
         """One step for all, unless `live` has ended meanwhile. A request that nothing can move ends with "error"."""
         with self._lock:
             if live.output is None and not live.events and not self.advance():
-                self._end(
+                self.delivery.end(
                     live, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
                 )
 
     def advance(self) -> bool:
-        """One step of the scheduler, the model and the sampler; False if nothing could run. Takes the lock."""
+        """One step for all; False if nothing could run. Takes the lock."""
         with self._lock:
-            plan = self.scheduler.schedule()
-            failed = bool(self.scheduler.failed)
-            while self.scheduler.failed:
-                request = self.scheduler.failed.pop()
-                self._close(self._live[request.id], Event(request.id))
-            if plan is None:
-                return failed
-            try:
-                for request in plan.admitted:
-                    self.sampler.assign(request.slot, request.params, request.seed, request.end_ids, request.matcher)
-                logits = self.model.forward(plan.batch, self._storage)
-                sampled, bad = self._draw(logits, plan)
-            except BaseException as error:
-                for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
-                    self._close(self._live[request.id], Event(request.id))
-                if not isinstance(error, Exception):  # an interrupt is for the caller; the engine can be used again
-                    raise
-                return True
-            self._deliver(self.scheduler.commit(plan, sampled.tokens), sampled, bad)
-            return True
-
-    def _draw(self, logits: torch.Tensor, plan: StepPlan) -> tuple[Sampled, dict[int, str]]:
-        """The step's tokens, and for each row that holds no usable logits what is wrong with it.
-
-        Such a row fails alone. What its step wrote is not published, so that nobody attaches rows that hold NaN.
-        """
-        args = (plan.sample_slots, plan.positions, self._history)
-        try:
-            return self.sampler.sample(logits, *args), {}
-        except BadLogits as error:
-            rows = list(error.rows)
-            for slot in plan.sample_slots[rows].tolist():
-                cursor = self.scheduler.request_at(slot).cursor
-                if cursor is not None:
-                    cursor.closed = True
-                self.sampler.assign(slot, SamplingParams(), 0)  # zeros will do then, whatever bias or grammar it has
-            usable = logits.clone()
-            usable[rows] = 0.0
-            sampled, more = self._draw(usable, plan)
-            return sampled, {**dict.fromkeys(rows, f"BadLogits: {error}"), **more}
-
-    def _deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
-        """Turn the step's tokens into text and events, and end the requests that a stop string ended."""
-        logprobs = sampled.logprobs
-        for i, (request, token) in enumerate(zip(result.requests, result.tokens.tolist(), strict=True)):
-            live = self._live.get(request.id)
-            if live is None:
-                continue
-            event = Event(request.id)
-            by_end_id = request.finish_reason == "stop"
-            if i in bad:
-                self._fail(request, bad[i])
-            elif not by_end_id or request.params.include_stop:
-                event.token_ids.append(token)
-                try:
-                    event.text, stopped = live.push(token, logprobs[i] if logprobs is not None else None)
-                except Exception as error:
-                    self._fail(request, f"{type(error).__name__}: {error}")
-                    stopped = False
-                if stopped:
-                    self.scheduler.finish(request, "stop")
-                    request.finish_reason = "stop"
-            if request.finish_reason is not None:
-                self._close(live, event)
-            elif live.keeps_events:
-                live.events.append(event)
-            elif not live.owned:
-                self._events.append(event)
-
-    def _fail(self, request: Request, error: str) -> None:
-        request.error = error
-        self.scheduler.finish(request, "error")
-        request.finish_reason = "error"  # also where the same step had ended it otherwise
-
-    def _end(self, live: Live, reason: str, error: str = "") -> None:
-        live.request.error = error
-        self.scheduler.finish(live.request, reason)
-        self._close(live, Event(live.request.id))
-
-    def _close(self, live: Live, event: Event) -> None:
-        """The scheduler has ended this request: build its output and hand out the last event."""
-        request = live.request
-        rest = live.close(request.finish_reason or "error")
-        del self._live[request.id]
-        self._recent.append(_account(request, self.scheduler))
-        event.text += rest
-        event.output = live.output
-        if live.keeps_events:
-            live.events.append(event)
-        elif not live.owned:
-            self._events.append(event)
-
-
-def _account(request: Request, scheduler: Scheduler) -> dict[str, Any]:
-    running = int(scheduler.state.work[request.slot]) if request.slot >= 0 else 0
-    return {
-        "request_id": request.id,
-        "state": request.state.name.lower(),
-        "finish_reason": request.finish_reason,
-        "error": request.error,
-        "num_prompt_tokens": request.num_prompt,
-        "num_cached_tokens": request.num_cached_tokens,
-        "num_computed_tokens": request.num_computed_tokens + running,
-        "num_preemptions": request.num_preemptions,
-        "num_reattached_tokens": request.num_reattached_tokens,
-        "num_bypassed": request.num_bypassed,
-    }
+            return self.runner.advance()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,17 +11,19 @@ from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
-from paged.prefix.cursor import NO_NODE, Cursor
-from paged.prefix.step_pages import publish_next
+from paged.prefix.cursor import NO_NODE
 from paged.spec import KVSpec, KVView
-from scheduler.admission import Admission, Placement
+from scheduler.admission import Admission
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
+from scheduler.placement import Placer
 from scheduler.policy import get_policy
+from scheduler.publishing import publish_step
 from scheduler.queue import WaitingQueue
 from scheduler.request import Int32, Request, RequestState
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
+from scheduler.stats import SchedulerStats
 from scheduler.step import StepPlan, build_plan
 
 
@@ -33,23 +34,6 @@ class StepResult:
     requests: list[Request]
     tokens: Int32
     finished: list[Request] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the scheduler was made."""
-
-    num_steps: int = 0
-    num_admitted: int = 0  # first admissions; a resume is not one
-    num_finished: int = 0
-    num_preemptions: int = 0
-    preempted_tokens: int = 0  # computed tokens that preempted requests gave up
-    reattached_tokens: int = 0  # of those, the ones that a resume found in the cache again
-    prompt_tokens: int = 0  # of admitted requests
-    cached_tokens: int = 0  # of those, attached instead of computed
-    computed_tokens: int = 0  # rows of all steps
-    generated_tokens: int = 0
-    peak_running: int = 0
 
 
 class Scheduler:
@@ -90,10 +74,11 @@ class Scheduler:
         self.checkpointer: Checkpointer | None = None
         if states is not None and cache is not None and cache.checkpoints is not None:
             self.checkpointer = Checkpointer(cache, cache.checkpoints, states, self.state)
-        self.admission = Admission(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
+        self.placer = Placer(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
+        self.stats = SchedulerStats()
+        self.admission = Admission(self.placer, self.state, self.waiting, self.sharing, states, self.stats)
         self.requests: dict[str, Request] = {}
         self.failed: list[Request] = []  # ended by an error while a step was planned; the caller takes them out
-        self.stats = SchedulerStats()
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
 
@@ -183,7 +168,11 @@ class Scheduler:
             self.sharing.begin()
             for i in np.flatnonzero(num_tokens > 1).tolist() if self.checkpointer is None else ():
                 self.sharing.offer(self.request_at(int(slots[i])), state, int(num_tokens[i]))
-            admitted = self._admit(budget)
+            done = self.admission.admit(budget)
+            admitted = done.requests
+            for request in done.failed:
+                self.finish(request, "error")
+                self.failed.append(request)
         if admitted:
             new = state.running[len(slots) :]
             slots, num_tokens = state.running, np.concatenate([num_tokens, self._chunks(new, budget)])
@@ -214,7 +203,7 @@ class Scheduler:
             for slot in plan.slots[after == state.stop[plan.slots]].tolist():
                 self.checkpointer.reached(self.request_at(slot))
         elif self.cache is not None:
-            self._publish_step(plan.slots, before, after)
+            publish_step(self.cache, state, plan.slots, before, after)
         state.leave(plan.slots)
         sampled = plan.sample_slots
         known = state.known[sampled]
@@ -294,98 +283,6 @@ class Scheduler:
         if self.config.max_chunk_tokens:
             need = np.minimum(need, self.config.max_chunk_tokens)
         return np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
-
-    def _admit(self, budget: int) -> list[Request]:
-        """Start waiting requests while slots, budget and pages last; returns them in order."""
-        admitted: list[Request] = []
-        blocked: list[Request] = []
-        for request in self._candidates():
-            if budget <= 0 or not self.state.num_free:
-                break
-            try:
-                placement = self.admission.place(request, not self.state.num_running)
-            except Exception as error:  # the copy of a page failed: that is this request's misfortune alone
-                request.error = f"{type(error).__name__}: {error}"
-                self.finish(request, "error")
-                self.failed.append(request)
-                continue
-            if placement is not None:
-                self._start(request, placement)
-                admitted.append(request)
-                slot = request.slot
-                need = int(min(self.state.known[slot], self.state.stop[slot]) - self.state.computed[slot])
-                chunk = min(need, budget, self.config.max_chunk_tokens or budget)
-                budget -= chunk
-                if self.checkpointer is None:
-                    self.sharing.offer(request, self.state, chunk)
-                    if chunk < need:
-                        self.sharing.expect(request)
-            else:
-                blocked.append(request)
-                if request.num_bypassed >= self.config.max_bypass or len(blocked) > self.config.lookahead:
-                    break
-        last = admitted[-1].arrival if admitted else -1
-        for request in blocked:
-            if request.arrival < last:
-                request.num_bypassed += 1
-        return admitted
-
-    def _candidates(self) -> Iterable[Request]:
-        """The waiting requests that this pass may look at: admissions take them out of the queue while it iterates."""
-        bound = self.state.num_free + self.config.lookahead + 1
-        return [request for request, _ in zip(self.waiting, range(bound), strict=False)]
-
-    def _start(self, request: Request, placement: Placement) -> None:
-        matched = placement.matched
-        self.waiting.remove(request)
-        request.slot = self.state.place(request, placement.pages, matched)
-        request.state = RequestState.RUNNING
-        request.num_bypassed = 0
-        if self.states is not None and placement.snapshot is not None:
-            self.states.restore(request.slot, placement.snapshot)
-        if self.checkpointer is not None:
-            self.checkpointer.begin(request, matched)
-        if request.num_preemptions:
-            request.num_reattached_tokens += matched
-            self.stats.reattached_tokens += matched
-            return
-        request.num_cached_tokens = matched
-        self.stats.num_admitted += 1
-        self.stats.prompt_tokens += request.num_prompt
-        self.stats.cached_tokens += matched
-        if self.cache is not None and request.cursor is not None:
-            if self.checkpointer is not None:
-                self.cache.count_checkpoint(request.num_prompt, matched)
-            else:
-                self.cache.count(request.cursor, request.num_prompt)
-
-    def _publish_step(self, slots: Int32, before: Int32, after: Int32) -> None:
-        """Enter the pages that a step filled; mostly that is one page of some requests that decode."""
-        size = self.pool.page_size
-        filled = np.flatnonzero(after // size > before // size)
-        if not len(filled) or self.cache is None:
-            return
-        slots, columns = slots[filled], after[filled] // size - 1
-        requests = [self.request_at(slot) for slot in slots.tolist()]
-        rows = columns[:, None] * size + np.arange(size)
-        tokens = self.state.tokens[slots[:, None], rows]
-        pages = self.state.page_table[:, slots, columns]
-        cursors = [request.cursor for request in requests]
-        if any(cursor is None for cursor in cursors):
-            left = list(range(len(requests)))
-        else:
-            left = publish_next(self.cache, cast("list[Cursor]", cursors), columns, tokens, pages)
-        for i in left:
-            self._publish(requests[i], int(after[filled[i]]))
-
-    def _publish(self, request: Request, computed: int) -> None:
-        """Enter the pages that this step filled."""
-        state, slot, cursor = self.state, request.slot, request.cursor
-        if self.cache is None or cursor is None:
-            return
-        full = computed // self.pool.page_size
-        tokens = state.tokens[slot, :computed]
-        self.cache.publish(cursor, tokens, state.page_table[:, slot, :full])
 
     def _vacate(self, request: Request, preempted: bool = False) -> None:
         check(self._in_flight is None, "a running request was ended or preempted between schedule() and commit()")

@@ -261,7 +261,7 @@ def test_a_deep_queue_is_looked_at_no_further_than_lookahead() -> None:
     for i in range(300):
         driver.submit(f"big{i}", [i % 80 + 10] * 500, 4)
     looked = []
-    real = driver.scheduler.admission.place
-    driver.scheduler.admission.place = lambda request, alone: looked.append(request.id) or real(request, alone)
+    real = driver.scheduler.placer.place
+    driver.scheduler.placer.place = lambda request, alone: looked.append(request.id) or real(request, alone)
     driver.step()
     assert looked == ["head", *(f"big{i}" for i in range(4))]

@@ -378,7 +378,7 @@ def test_a_stream_that_ran_to_its_end_cancels_nothing() -> None:
     assert len(list(stream)) == 5
     stream.close()
     assert stream.output.finish_reason == "length"
-    assert [r["finish_reason"] for r in engine._recent] == ["length"]
+    assert [r["finish_reason"] for r in engine.delivery.recent] == ["length"]
 
 
 def test_eight_threads_with_twenty_calls_each_get_their_solo_outputs() -> None:

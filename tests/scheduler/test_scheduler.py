@@ -523,7 +523,7 @@ def test_check_notices(corrupt, message: str) -> None:
 def test_a_session_by_hand_and_the_scheduler_may_take_turns_on_one_cache() -> None:
     hand = Hand(32, 4, vocab_size=97)
     driver = Driver(model=hand.model, pool=hand.pool, cache=False)
-    driver.cache = driver.scheduler.cache = driver.scheduler.admission.cache = hand.cache
+    driver.cache = driver.scheduler.cache = driver.scheduler.placer.cache = hand.cache
     driver.solo("a", span(0, 17), 8)
     hand.donate([*span(0, 16), *span(40, 8)])
     assert hand.cache.stats.hit_tokens == 16

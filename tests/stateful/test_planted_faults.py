@@ -19,8 +19,9 @@ from paged.prefix.cache import PrefixCache
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.index import Cursor, PrefixIndex
 from paged.prefix.lookup import PlainLookup
-from scheduler import admission
-from scheduler.admission import Admission
+from scheduler import placement
+from scheduler.placement import Placer
+from scheduler.publishing import _publish
 from scheduler.scheduler import Scheduler
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
@@ -214,7 +215,7 @@ def pages_are_published_before_the_commit(patch: Patch) -> None:
         plan = real(self)
         if plan is not None:
             for slot, end in zip(plan.slots.tolist(), plan.batch.kv_lens.tolist(), strict=True):
-                self._publish(self.request_at(slot), end)
+                _publish(self.cache, self.state, self.request_at(slot), end)
         return plan
 
     patch.setattr(Scheduler, "schedule", schedule)
@@ -358,18 +359,18 @@ def the_depth_is_missing_from_the_namespace(patch: Patch) -> None:
 
 
 def a_prefix_is_entered_where_its_window_has_left(patch: Patch) -> None:
-    patch.setattr(admission, "_reaches", lambda prefix, request: True)
+    patch.setattr(placement, "_reaches", lambda prefix, request: True)
 
 
 def the_last_page_of_a_prefix_is_not_copied(patch: Patch) -> None:
-    real = Admission._from_prefix
+    real = Placer._from_prefix
 
-    def from_prefix(self: Admission, prefix: PrefixHandle, request, spare: int):
+    def from_prefix(self: Placer, prefix: PrefixHandle, request, spare: int):
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(type(get_backend("cpu")), "copy_pages", lambda self, storage, src, dst: None)
             return real(self, prefix, request, spare)
 
-    patch.setattr(Admission, "_from_prefix", from_prefix)
+    patch.setattr(Placer, "_from_prefix", from_prefix)
 
 
 FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
