@@ -113,10 +113,18 @@ class Sampler:
         self._min_tokens[slot] = 0
         self._logprobs[slot] = -1
 
-    def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, history: TokenHistory) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Int32,
+        positions: Int32,
+        history: TokenHistory,
+        known: Int32 | None = None,
+    ) -> Sampled:
         """One token for each row of `logits [R, vocab_size]`; row r belongs to `slots[r]`.
 
-        `positions[r]` is the position that the drawn token will have in its sequence. Logits that are not fp32 on
+        `positions[r]` is the position that the drawn token will have in its sequence, `known[r]` the number of its
+        slot's tokens before it, `history.known` of the slot unless given: a slot may have several rows. Logits that are not fp32 on
         the CPU are copied there. BadLogits, naming every such row, if a row holds NaN or +inf or nothing but -inf:
         then nothing was drawn, and the call can be repeated with the other rows.
         """
@@ -133,14 +141,17 @@ class Sampler:
         peaks = rows[np.arange(len(rows)), best]
         self._refuse(~np.isfinite(peaks), slots, positions, _UNUSABLE)
         tokens = best.astype(np.int32)
-        num_output = history.known[slots] - history.prompt_lens[slots]
+        if known is None:
+            known = history.known[slots]
+        num_output = known - history.prompt_lens[slots]
         special = np.flatnonzero(self._special[slots] | (num_output < self._min_tokens[slots]))
         if len(special):
             draws = uniforms(self._seeds[slots[special]], positions[special])
             masks = self._masks(slots[special]) if self._matchers else {}
             for r, u in zip(special.tolist(), draws.tolist(), strict=True):
                 slot = int(slots[r])
-                tokens[r] = self._draw(rows[r], slot, u, history, masks.get(slot))
+                seen = history.tokens[slot, : known[r]]
+                tokens[r] = self._draw(rows[r], slot, u, seen, int(history.prompt_lens[slot]), masks.get(slot))
             if (tokens < 0).any():
                 self._refuse_undrawn(tokens < 0, slots, positions)
         wanted = self._logprobs[slots]
@@ -177,14 +188,13 @@ class Sampler:
             tuple(found.tolist()),
         )
 
-    def _draw(self, logits: Row, slot: int, u: float, history: TokenHistory, allowed: Bool | None) -> int:
-        """The token of one row, or -1 if bias, penalties and grammar left nothing finite to draw."""
+    def _draw(self, logits: Row, slot: int, u: float, seen: Int32, prompt_len: int, allowed: Bool | None) -> int:
+        """The token of one row after `seen`, or -1 if bias, penalties and grammar left nothing finite to draw."""
         params = self._params[slot]
         assert params is not None  # sample() looked
-        known, prompt_len = int(history.known[slot]), int(history.prompt_lens[slot])
-        masked = known - prompt_len < self._min_tokens[slot]
+        masked = len(seen) - prompt_len < self._min_tokens[slot]
         if masked or allowed is not None or edits_logits(params):
-            row = edit(logits, params, history.tokens[slot, :known], prompt_len)
+            row = edit(logits, params, seen, prompt_len)
             if allowed is not None:
                 row[~allowed] = -np.inf
             if masked:
