@@ -125,8 +125,8 @@ class Sampler:
 
         `positions[r]` is the position that the drawn token will have in its sequence, `known[r]` the number of its
         slot's tokens before it, `history.known` of the slot unless given: a slot may have several rows. Logits that
-        are not fp32 on the CPU are copied there. BadLogits, naming every such row, if a row holds NaN or +inf or nothing but -inf:
-        then nothing was drawn, and the call can be repeated with the other rows.
+        are not fp32 on the CPU are copied there. BadLogits, naming every such row, if a row holds NaN or +inf or
+        nothing but -inf: then nothing was drawn, and the call can be repeated with the other rows.
         """
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size or not len(slots) == len(positions) == len(logits):
             raise ValueError(
