@@ -16,6 +16,10 @@ class SchedulerConfig:
     lookahead               waiting requests looked at behind one that does not fit
     watermark               share of the pool that an admission leaves free, unless nothing runs
     policy                  order of the waiting requests
+    plan_ahead              decide step k + 1 while the device computes step k, and start it before the texts of step
+                            k are made. The output is the same; a request that step k ends keeps its slot for one step
+                            more, so that it pays on a GPU alone; an Engine turns it on there
+    num_drafts              guesses of a proposer that one step verifies for each request, see Engine(proposer=...)
     eviction                which cached page goes first: "lru", "lfu_da", "gdsf" or "shortest"
     """
 
@@ -27,9 +31,11 @@ class SchedulerConfig:
     watermark: float = 0.01
     policy: str = "fcfs"
     eviction: str = "lru"
+    plan_ahead: bool = False
+    num_drafts: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_chunk_tokens", "max_bypass", "lookahead"):

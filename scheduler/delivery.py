@@ -44,29 +44,37 @@ class Delivery:
 
         `bad` says of rows that held no usable logits what was wrong with them.
         """
-        logprobs = sampled.logprobs
-        for i, (request, token) in enumerate(zip(result.requests, result.tokens.tolist(), strict=True)):
+        requests, rows = result.requests, result.rows
+        event: Event | None = None
+        for i, (request, token) in enumerate(zip(requests, result.tokens.tolist(), strict=True)):
             live = self.live.get(request.id)
-            if live is None:
+            if live is None or live.request is not request:
                 continue
-            event = Event(request.id)
-            by_end_id = request.finish_reason == "stop"
-            if i in bad:
-                self._fail(request, bad[i])
-            elif not by_end_id or request.params.include_stop:
+            event = event or Event(request.id)
+            row = i if rows is None else int(rows[i])
+            last = i + 1 == len(requests) or requests[i + 1] is not request
+            stopped = False
+            if row in bad:
+                self._fail(request, bad[row])
+            elif not (last and request.finish_reason == "stop") or request.params.include_stop:
                 event.token_ids.append(token)
                 try:
-                    event.text, stopped = live.push(token, logprobs[i] if logprobs is not None else None)
+                    text, stopped = live.push(token, sampled.logprobs[row] if sampled.logprobs is not None else None)
+                    event.text += text
                 except Exception as error:
                     self._fail(request, f"{type(error).__name__}: {error}")
-                    stopped = False
                 if stopped:
                     self.scheduler.finish(request, "stop")
                     request.finish_reason = "stop"
-            if request.finish_reason is not None:
+            if stopped or request.finish_reason == "error":
+                self._close(live, event)
+            elif not last:
+                continue
+            elif request.finish_reason is not None:
                 self._close(live, event)
             else:
                 self._hand_out(live, event)
+            event = None
 
     def end(self, live: Live, reason: str, error: str = "") -> None:
         """End a live request now."""

@@ -25,11 +25,13 @@ from paged.sampling import SamplingParams
 from scheduler.capacity import default_num_pages, default_state_bytes
 from scheduler.config import SchedulerConfig
 from scheduler.delivery import Delivery
+from scheduler.drafts import Drafter
 from scheduler.intake import Prompt, make_request, tokens_of
 from scheduler.live import Live
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
 from scheduler.prefixes import build_prefix, build_resume
+from scheduler.proposer import Proposer, get_proposer
 from scheduler.request import Request, RequestOptions
 from scheduler.runner import Runner
 from scheduler.scheduler import Scheduler
@@ -61,6 +63,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         policy: str = "fcfs",
         eviction: str = "lru",
+        proposer: str | Proposer | None = None,
         prefix_cache: bool = True,
         max_states: int = 256,
         max_state_bytes: int | None = None,
@@ -75,6 +78,8 @@ class Engine:
         defaults to a quarter of the machine's memory (on a GPU, a tenth of what the weights leave free).
         max_num_batched_tokens defaults to 512 on the CPU and 4096 on a GPU. `config` gives all limits at once
         instead of the arguments of the same names.
+        `proposer` guesses next tokens, which a step verifies: "prompt_lookup", or an object (see Proposer); for a model
+        without recurrent state.
         """
         self.model = load_model(source, max_seq_len=max_seq_len, device=device)
         on_gpu = self.model.device.type == "cuda"
@@ -83,6 +88,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens or (4096 if on_gpu else 512),
             policy=policy,
             eviction=eviction,
+            plan_ahead=on_gpu,
         )
         states = self.model.create_state_pool(self.config.max_num_seqs)
         if max_state_bytes is None:
@@ -101,6 +107,13 @@ class Engine:
             self.pool, self.model.max_seq_len, self.config, self.cache, self.model.spec.num_groups, states
         )
         self.sampler = Sampler(self.config.max_num_seqs, self.model.vocab_size)
+        guesses = get_proposer(proposer)
+        if guesses is not None:
+            if states is not None:
+                raise ValueError("a model with recurrent state cannot take back drafts: leave proposer out")
+            self.scheduler.drafter = Drafter(
+                guesses, self.config.num_drafts, self.model.vocab_size, self.scheduler.state, self.scheduler.stats
+            )
         self.delivery = Delivery(self.scheduler, self.model)
         self.runner = Runner(self.model, self._storage, self.scheduler, self.sampler, self.delivery)
         self._lock = threading.RLock()
@@ -264,6 +277,7 @@ class Engine:
         with self._lock:
             for live in list(self.delivery.live.values()):
                 self.delivery.end(live, "cancelled")
+            self.runner.settle()
             if self.cache is not None:
                 self.cache.release()
             self._closed = True

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paged.errors import BadLogits
+from paged.kv.pages import Int64
 from paged.kv.storage import PageStorage
 from paged.models.base import LanguageModel
 from paged.sampler import Sampled, Sampler, TokenHistory, sample_one
-from paged.sampling import SamplingParams
 from scheduler.delivery import Delivery
 from scheduler.live import Live
 from scheduler.request import Request
@@ -43,49 +43,92 @@ class Runner:
         self.delivery = delivery
         state = scheduler.state
         self._history = TokenHistory(state.tokens, state.prompt_len, state.known)
+        self._launched: tuple[StepPlan, torch.Tensor] | None = None  # handed to the device ahead of its turn
 
     def advance(self) -> bool:
-        """One step of the scheduler, the model and the sampler; False if nothing could run."""
-        scheduler, delivery = self.scheduler, self.delivery
-        plan = scheduler.schedule()
-        failed = bool(scheduler.failed)
-        while scheduler.failed:
-            delivery.ended(scheduler.failed.pop())
+        """One step of the scheduler, the model and the sampler; False if nothing could run and nothing ended.
+
+        With `plan_ahead`, step k + 1 is decided while the device computes step k, and handed to the device before the
+        texts of step k are made; what comes out is the same.
+        """
+        scheduler = self.scheduler
+        ended = scheduler.stats.num_finished
+        step = self._launched or self._launch()
+        self._launched = None
+        if step is None:
+            return scheduler.stats.num_finished > ended
+        plan, logits = step
+        try:
+            if scheduler.config.plan_ahead:
+                scheduler.look_ahead()
+                self._report_failed()
+            sampled, bad = self._draw(logits, plan)
+        except BaseException as error:
+            self._abort(plan, error)
+            return True
+        result = scheduler.commit(plan, sampled.tokens)
+        try:
+            if scheduler.config.plan_ahead:
+                self._launched = self._launch()
+        finally:
+            self.delivery.deliver(result, sampled, bad)
+        return True
+
+    def _launch(self) -> tuple[StepPlan, torch.Tensor] | None:
+        """Plan the next step and hand it to the model; its device may go on with it after this returns."""
+        plan = self.scheduler.schedule()
+        self._report_failed()
         if plan is None:
-            return failed
+            return None
         try:
             for request in plan.admitted:
                 self.sampler.assign(request.slot, request.params, request.seed, request.end_ids, request.matcher)
-            logits = self.model.forward(plan.batch, self.storage)
-            sampled, bad = self._draw(logits, plan)
+            return plan, self.model.forward(plan.batch, self.storage)
         except BaseException as error:
-            for request in scheduler.abort(plan, f"{type(error).__name__}: {error}"):
-                delivery.ended(request)
-            if not isinstance(error, Exception):  # an interrupt is for the caller; the engine can be used again
-                raise
-            return True
-        delivery.deliver(scheduler.commit(plan, sampled.tokens), sampled, bad)
-        return True
+            self._abort(plan, error)
+            return None
+
+    def _report_failed(self) -> None:
+        """Requests that ended while a step was decided."""
+        while self.scheduler.failed:
+            self.delivery.ended(self.scheduler.failed.pop())
+
+    def _abort(self, plan: StepPlan, error: BaseException) -> None:
+        """End the requests of a step that failed; an interrupt is for the caller, and the engine can be used again."""
+        for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
+            self.delivery.ended(request)
+        if not isinstance(error, Exception):
+            raise error
+
+    def settle(self) -> None:
+        """Give up a step that was handed to the device before its turn: its requests end with "error" unless they have
+        ended already. For an engine that closes."""
+        if self._launched is not None:
+            (plan, logits), self._launched = self._launched, None
+            logits.cpu()  # the device writes into the pages until then
+            self._abort(plan, RuntimeError("the engine was closed"))
 
     def _draw(self, logits: torch.Tensor, plan: StepPlan) -> tuple[Sampled, dict[int, str]]:
         """The step's tokens, and for each row that holds no usable logits what is wrong with it.
 
         Such a row fails alone. What its step wrote is not published, so that nobody attaches rows that hold NaN.
         """
-        args = (plan.sample_slots, plan.positions, self._history)
-        try:
-            return self.sampler.sample(logits, *args), {}
-        except BadLogits as error:
-            rows = list(error.rows)
-            for slot in plan.sample_slots[rows].tolist():
-                cursor = self.scheduler.request_at(slot).cursor
-                if cursor is not None:
-                    cursor.closed = True
-                self.sampler.assign(slot, SamplingParams(), 0)  # zeros will do then, whatever bias or grammar it has
-            usable = logits.clone()
-            usable[rows] = 0.0
-            sampled, more = self._draw(usable, plan)
-            return sampled, {**dict.fromkeys(rows, f"BadLogits: {error}"), **more}
+        slots, positions = plan.sample_slots, plan.positions
+        rows, bad = np.arange(len(slots)), dict[int, str]()
+        while len(rows):
+            usable = logits[rows] if bad else logits
+            try:
+                drawn = self.sampler.sample(usable, slots[rows], positions[rows], self._history, positions[rows])
+                return (_spread(drawn, rows, len(slots)) if bad else drawn), bad
+            except BadLogits as error:
+                refused = list(error.rows)
+                for row in rows[refused].tolist():
+                    bad[row] = f"BadLogits: {error}"
+                    cursor = self.scheduler.request_at(int(slots[row])).cursor
+                    if cursor is not None:
+                        cursor.closed = True
+                rows = np.delete(rows, refused)
+        return Sampled(np.zeros(len(slots), np.int32), None), bad
 
     def first_token(self, request: Request) -> int | None:
         """The first token of a request whose whole prompt is a prefix with logits; None for any other one."""
@@ -117,3 +160,13 @@ class Runner:
             self.scheduler.finish(request, "stop" if ended else "length")
         result = StepResult([request], np.array([token], np.int32))
         self.delivery.deliver(result, Sampled(result.tokens, None), {})
+
+
+def _spread(drawn: Sampled, rows: Int64, num_rows: int) -> Sampled:
+    """What was drawn for some rows of a step, as what was drawn for all: token 0 for the others."""
+    tokens = np.zeros(num_rows, np.int32)
+    tokens[rows] = drawn.tokens
+    if drawn.logprobs is None:
+        return Sampled(tokens, None)
+    at = dict(zip(rows.tolist(), drawn.logprobs, strict=True))
+    return Sampled(tokens, [at.get(row) for row in range(num_rows)])

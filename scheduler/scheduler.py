@@ -16,6 +16,7 @@ from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
+from scheduler.drafts import Drafter, kept_rows
 from scheduler.placement import Placer
 from scheduler.policy import get_policy
 from scheduler.publishing import publish_step
@@ -24,16 +25,27 @@ from scheduler.request import Int32, Request, RequestState
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
 from scheduler.stats import SchedulerStats
-from scheduler.step import StepPlan, build_plan
+from scheduler.step import Decision, StepPlan, build_plan
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a commit did: one new token for each of `requests`, and the requests that ended with it."""
+    """What a commit did: one new token for each of `requests`, and the requests that ended with it.
+
+    A request whose drafts were right stands there once for each of its tokens, in order. `rows[i]` is the sampled row
+    that token i came from; None: row i.
+    """
 
     requests: list[Request]
     tokens: Int32
+    rows: Int32 | None = None
     finished: list[Request] = field(default_factory=list)
+
+    def leave_out(self, gone: list[Request]) -> None:
+        """Drop the tokens of requests that had ended while the step ran."""
+        kept = [i for i, request in enumerate(self.requests) if request not in gone]
+        self.rows = np.array(kept, np.int32) if self.rows is None else self.rows[kept]
+        self.requests, self.tokens = [self.requests[i] for i in kept], self.tokens[kept]
 
 
 class Scheduler:
@@ -79,8 +91,11 @@ class Scheduler:
         self.admission = Admission(self.placer, self.state, self.waiting, self.sharing, states, self.stats)
         self.requests: dict[str, Request] = {}
         self.failed: list[Request] = []  # ended by an error while a step was planned; the caller takes them out
+        self.drafter: Drafter | None = None  # set by whoever knows the model's vocabulary
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
+        self._ahead: Decision | None = None  # for the step behind the one in flight
+        self._leaving: list[Request] = []  # ended while a step writes into their pages
 
     # Requests in and out --------------------------------------------------------------------------------------
 
@@ -132,19 +147,25 @@ class Scheduler:
     def finish(self, request: Request, reason: str) -> None:
         """End a live request now; its pages go back, its full pages stay cached. Nothing if it has ended already.
 
-        A running one cannot end while a step is in flight: the step writes into its pages.
+        Where a step is in flight that writes into its pages, they go back when that step is over.
         """
         if request.state == RequestState.FINISHED:
             return
+        slot = request.slot
         if request.state == RequestState.WAITING:
             self.waiting.remove(request)
             if self.checkpointer is not None:
                 self.checkpointer.forget(request)
+        elif self.state.rows_ahead[slot]:
+            request.num_computed_tokens += int(self.state.work[slot] + self.state.rows_ahead[slot])
+            self._leaving.append(request)
         else:
+            request.num_computed_tokens += int(self.state.work[slot])
             self._vacate(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        request.cursor = request.prefix = None  # whoever keeps the request keeps no pages
+        if request.slot < 0:
+            request.cursor = request.prefix = None  # whoever keeps the request keeps no pages
         del self.requests[request.id]
         self.stats.num_finished += 1
 
@@ -157,9 +178,121 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run. Must be followed by `commit` or `abort` of the plan."""
         check(self._in_flight is None, "schedule() was called again before commit() or abort()")
+        decision, self._ahead = self._ahead, None
+        if decision is not None:
+            decision = decision.still_running(self.state)
+        if decision is None:
+            decision = self._decide()
+        if decision is None:
+            return None
+        slots, num_tokens, drafts = decision.slots, decision.num_tokens, None
+        if self.drafter is not None and self.states is None:
+            drafts = self.drafter.draft(slots, num_tokens, self.config.max_num_batched_tokens - int(num_tokens.sum()))
+            drafts = drafts if drafts.any() else None
+            num_tokens = num_tokens if drafts is None else num_tokens + drafts
+        plan = build_plan(self.state, slots, num_tokens, self.pool.page_size, self.states, drafts)
+        plan.admitted, plan.preempted = decision.admitted, decision.preempted
+        self._in_flight = plan
+        self.state.launch(plan.slots, plan.num_tokens, plan.sample_slots)
+        self.stats.num_steps += 1
+        self.stats.peak_running = max(self.stats.peak_running, self.state.num_running)
+        return plan
+
+    def look_ahead(self) -> None:
+        """Decide the step behind the one in flight, before the tokens of that one are known.
+
+        The next `schedule()` builds on it: it drops the requests that have ended meanwhile and fills in the tokens, so
+        that only this is left to do between two steps. Nothing is decided where the step in flight may change what
+        there is to do: with drafts, with recurrent state (whose checkpoints are taken at a commit), and where a
+        request would have to be preempted.
+        """
+        if self._in_flight is not None and self._ahead is None and self.states is None and self.drafter is None:
+            self._ahead = self._decide()
+
+    def commit(self, plan: StepPlan, tokens: Int32) -> StepResult:
+        """Take the step's new tokens, one for each of `plan.sample_slots`; publish full pages; end what has ended."""
+        check(plan is self._in_flight, "commit() of a plan that is not in flight")
+        check(len(tokens) == len(plan.sample_slots), "commit() needs one token for each of plan.sample_slots")
+        self._in_flight = None
+        state = self.state
+        state.land(plan.slots)
+        before = state.computed[plan.slots]
+        after = before + plan.num_tokens
+        sampled, rows = plan.sample_slots, None
+        if plan.drafted:
+            rows = kept_rows(plan, tokens, state)
+            wrong = np.bincount(np.delete(sampled, rows), minlength=len(state.known))
+            after -= wrong[plan.slots].astype(np.int32)
+            sampled, tokens = sampled[rows], tokens[rows]
+            known = plan.positions[rows]
+        else:
+            known = state.known[sampled]
+        state.computed[plan.slots] = after
+        state.work[plan.slots] += plan.num_tokens
+        self.stats.computed_tokens += plan.num_rows
+        state.tokens[sampled, known] = tokens
+        if self.checkpointer is not None:
+            for slot in plan.slots[after == state.stop[plan.slots]].tolist():
+                self.checkpointer.reached(self.request_at(slot))
+        elif self.cache is not None:
+            publish_step(self.cache, state, plan.slots, before, after)
+        state.leave(plan.slots)
+        known += 1
+        state.known[sampled] = known  # of a slot that stands there several times the last one counts
+        if plan.drafted:
+            state.shrink(plan.slots)
+            self.stats.accepted_tokens += len(sampled) - len(np.unique(sampled))
+        self.stats.generated_tokens += len(sampled)
+        at = state.requests
+        requests = cast("list[Request]", [at[slot] for slot in sampled.tolist()])
+        self.sharing.settle(requests)
+        result = StepResult(requests, tokens, rows)
+        ended = (state.end_ids[sampled] == tokens[:, None]).any(axis=1) & (known > state.min_known[sampled])
+        full = known >= state.limit[sampled]
+        for i in np.flatnonzero(ended | full).tolist():
+            if requests[i].state == RequestState.RUNNING:
+                self.finish(requests[i], "stop" if ended[i] else "length")
+                result.finished.append(requests[i])
+        if self._leaving:
+            result.leave_out(self._leaving)
+            self._let_go()
+        return result
+
+    def abort(self, plan: StepPlan, error: str) -> list[Request]:
+        """The step's computation failed: every request in it ends with "error"; nothing that it wrote is published."""
+        check(plan is self._in_flight, "abort() of a plan that is not in flight")
+        self._in_flight = None
+        self.state.land(plan.slots)
+        ahead, self._ahead = self._ahead, None
+        for request in ahead.admitted if ahead is not None else ():  # they may stand on pages that this step filled
+            if request.state == RequestState.RUNNING:
+                self.preempt(request)
+        failed = [self.request_at(slot) for slot in plan.slots.tolist()]
+        failed = [request for request in failed if request.state == RequestState.RUNNING]
+        for request in failed:
+            request.error = error
+            self.finish(request, "error")
+        self._let_go()
+        return failed
+
+    def _let_go(self) -> None:
+        """Take the pages of the requests that ended while the step that is over now wrote into them."""
+        while self._leaving:
+            request = self._leaving.pop()
+            self._vacate(request)
+            request.cursor = request.prefix = None
+
+    # Parts of schedule ----------------------------------------------------------------------------------------
+
+    def _decide(self) -> Decision | None:
+        """Which requests compute how many tokens next, on pages that they get now; None if nothing can run.
+
+        Counts what a step in flight computes as computed. None, too, where that step has to be over first.
+        """
         state, config = self.state, self.config
         preempted: list[Request] = []
-        self._extend_tables(preempted)
+        if not self._extend_tables(preempted):
+            return None
         slots = state.running
         num_tokens = self._share_budget(slots)
         budget = config.max_num_batched_tokens - int(num_tokens.sum())
@@ -181,72 +314,26 @@ class Scheduler:
             slots, num_tokens = slots[active], num_tokens[active]
         if not len(slots):
             return None
-        plan = build_plan(state, slots, num_tokens, self.pool.page_size, self.states)
-        plan.admitted, plan.preempted = admitted, preempted
-        self._in_flight = plan
-        self.stats.num_steps += 1
-        self.stats.peak_running = max(self.stats.peak_running, state.num_running)
-        return plan
+        return Decision(slots, num_tokens, state.arrival[slots], admitted, preempted)
 
-    def commit(self, plan: StepPlan, tokens: Int32) -> StepResult:
-        """Take the step's new tokens, one for each of `plan.sample_slots`; publish full pages; end what has ended."""
-        check(plan is self._in_flight, "commit() of a plan that is not in flight")
-        check(len(tokens) == len(plan.sample_slots), "commit() needs one token for each of plan.sample_slots")
-        self._in_flight = None
-        state = self.state
-        before = state.computed[plan.slots]
-        after = before + plan.num_tokens
-        state.computed[plan.slots] = after
-        state.work[plan.slots] += plan.num_tokens
-        self.stats.computed_tokens += plan.num_rows
-        if self.checkpointer is not None:
-            for slot in plan.slots[after == state.stop[plan.slots]].tolist():
-                self.checkpointer.reached(self.request_at(slot))
-        elif self.cache is not None:
-            publish_step(self.cache, state, plan.slots, before, after)
-        state.leave(plan.slots)
-        sampled = plan.sample_slots
-        known = state.known[sampled]
-        state.tokens[sampled, known] = tokens
-        known += 1
-        state.known[sampled] = known
-        self.stats.generated_tokens += len(sampled)
-        at = state.requests
-        requests = cast("list[Request]", [at[slot] for slot in sampled.tolist()])
-        self.sharing.settle(requests)
-        ended = (state.end_ids[sampled] == tokens[:, None]).any(axis=1) & (known > state.min_known[sampled])
-        full = known >= state.limit[sampled]
-        result = StepResult(requests, tokens)
-        for i in np.flatnonzero(ended | full).tolist():
-            self.finish(requests[i], "stop" if ended[i] else "length")
-            result.finished.append(requests[i])
-        return result
-
-    def abort(self, plan: StepPlan, error: str) -> list[Request]:
-        """The step's computation failed: every request in it ends with "error"; nothing that it wrote is published."""
-        check(plan is self._in_flight, "abort() of a plan that is not in flight")
-        self._in_flight = None
-        failed = [self.request_at(slot) for slot in plan.slots.tolist()]
-        for request in failed:
-            request.error = error
-            self.finish(request, "error")
-        return failed
-
-    # Parts of schedule ----------------------------------------------------------------------------------------
-
-    def _extend_tables(self, preempted: list[Request]) -> None:
-        """One more page for every request whose next row needs it, preempting others where the pool is out."""
+    def _extend_tables(self, preempted: list[Request]) -> bool:
+        """One more page for every request whose next row needs it, preempting others where the pool is out; False if
+        that has to wait for the step in flight."""
         state, size = self.state, self.pool.page_size
         while True:
             slots = state.running
-            slots = slots[state.known[slots] > state.num_pages[slots] * size]
+            known = state.known[slots] + state.tokens_ahead[slots]
+            slots = slots[(known > state.num_pages[slots] * size) & (known < state.limit[slots])]
             if int(np.count_nonzero(state.uses[:, slots])) <= self.pool.num_available:
                 break
+            if self._in_flight is not None:
+                return False
             victim = self._victim()
             preempted.append(victim)
             self.preempt(victim)
         if len(slots):
             state.extend(slots)
+        return True
 
     def _victim(self) -> Request:
         """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
@@ -263,6 +350,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
         self.stats.preempted_tokens += int(self.state.computed[request.slot])
         request.num_preemptions += 1
+        request.num_computed_tokens += int(self.state.work[request.slot])
         self._vacate(request, preempted=True)
         request.state = RequestState.WAITING
         if request.cursor is not None:
@@ -271,21 +359,28 @@ class Scheduler:
 
     def _share_budget(self, slots: Int32) -> Int32:
         """Rows for each running slot: one for each decode, then chunks in order until the budget is spent."""
-        need = np.minimum(self.state.known[slots], self.state.stop[slots]) - self.state.computed[slots]
+        need = self._need(slots)
         chunks = need > 1
         if not chunks.any():
             return need
         need[chunks] = self._chunks(slots[chunks], self.config.max_num_batched_tokens - int((~chunks).sum()))
         return need
 
+    def _need(self, slots: Int32) -> Int32:
+        """Rows that each slot could compute next, up to its next stop. None for one that the step in flight ends."""
+        state = self.state
+        known = state.known[slots] + state.tokens_ahead[slots]
+        need = np.minimum(known, state.stop[slots]) - state.computed[slots] - state.rows_ahead[slots]
+        return need if self._in_flight is None else np.where(known < state.limit[slots], need, 0)
+
     def _chunks(self, slots: Int32, budget: int) -> Int32:
-        need = np.minimum(self.state.known[slots], self.state.stop[slots]) - self.state.computed[slots]
+        need = self._need(slots)
         if self.config.max_chunk_tokens:
             need = np.minimum(need, self.config.max_chunk_tokens)
         return np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
 
     def _vacate(self, request: Request, preempted: bool = False) -> None:
-        check(self._in_flight is None, "a running request was ended or preempted between schedule() and commit()")
+        check(not self.state.rows_ahead[request.slot], "a request lost its slot while a step writes into its pages")
         self.sharing.settle([request])
         if self.checkpointer is not None:
             self.checkpointer.leave(request, preempted)
@@ -298,7 +393,6 @@ class Scheduler:
                 tail = self.cache.publish_tail(request.cursor, self.state.tokens[slot, :computed], last.copy())
             if not preempted:
                 self.cache.retain(request.cursor, request.retain, tail)
-        request.num_computed_tokens += int(self.state.work[request.slot])
         request.known = self.state.vacate(request.slot)
         request.slot = -1
 
@@ -314,7 +408,7 @@ class Scheduler:
         if self.cache is not None:
             self.cache.check()
         self.state.check()
-        placed = {r.id for r in self.state.requests if r is not None}
+        placed = {r.id for r in self.state.requests if r is not None} - {r.id for r in self._leaving}
         queued = {r.id for r in self.waiting}
         check(not placed & queued, "a request is both waiting and running")
         check(placed | queued == set(self.requests), "the live requests are not those waiting and running")

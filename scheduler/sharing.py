@@ -37,7 +37,7 @@ class StepSharing:
         cursor, slot, size = request.cursor, request.slot, self.page_size
         if cursor is None or not cursor.open:
             return
-        computed = int(state.computed[slot])
+        computed = int(state.computed[slot] + state.rows_ahead[slot])
         first, last = cursor.depth, (computed + num_tokens) // size
         parent: Hashable = cursor.last if cursor.depth else cursor.namespace
         tokens = state.tokens[slot]

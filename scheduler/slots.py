@@ -32,11 +32,13 @@ class Slots:
     page_table  int32 [num_groups, num_slots, columns]  -1: given back, since no window reaches there any more, or a
                                                         group that the slot does not use
     left        int32 [num_groups, num_slots]           leading columns that were given back
+    rows_ahead    int32 [num_slots]                     rows of the step in flight, which `computed` does not count yet
+    tokens_ahead  int32 [num_slots]                     tokens it may give, which `known` does not count yet
     running     int32 [num_running]                     slots in order of admission
 
     Invariants (`check()`): `running` and the free slots partition the slots; computed < known for each running
-    slot; each has exactly the pages of its known tokens, in the groups it uses; no page id stands twice in one slot;
-    every page is live; the columns given back are the first `left` of their group.
+    slot; each has exactly the pages of its known tokens and of those in flight, in the groups it uses; no page id
+    stands twice in one slot; every page is live; the columns given back are the first `left` of their group.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int, pool: PagePool, num_groups: int) -> None:
@@ -60,6 +62,8 @@ class Slots:
         self.num_pages = np.zeros(num_slots, np.int32)
         self.page_table = np.zeros((num_groups, num_slots, columns), np.int32)
         self.left = np.zeros((num_groups, num_slots), np.int32)
+        self.rows_ahead = np.zeros(num_slots, np.int32)
+        self.tokens_ahead = np.zeros(num_slots, np.int32)
         self.running = np.zeros(0, np.int32)
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -122,6 +126,27 @@ class Slots:
         self.page_table[:, slots, self.num_pages[slots]] = pages
         self.num_pages[slots] += 1
 
+    def shrink(self, slots: Int32) -> None:
+        """Give back the columns of `slots` behind their known tokens: those of drafts that were wrong."""
+        surplus = self.num_pages[slots] * self.pool.page_size - self.known[slots] >= self.pool.page_size
+        for slot in slots[surplus].tolist():
+            columns = -(-int(self.known[slot]) // self.pool.page_size)
+            pages = self.pages(slot)[:, columns:]
+            self.pool.release(pages[pages >= 0])
+            self.num_pages[slot] = columns
+
+    def launch(self, slots: Int32, num_tokens: Int32, sample_slots: Int32) -> None:
+        """A step over `slots` is in flight. It gives one token for each of `sample_slots`."""
+        self.rows_ahead[slots] = num_tokens
+        self.tokens_ahead[sample_slots] = 1
+        if len(sample_slots) > len(slots):  # some have drafts
+            self.tokens_ahead += np.bincount(sample_slots, minlength=len(self.tokens_ahead)).astype(np.int32)
+            self.tokens_ahead[sample_slots] -= 1
+
+    def land(self, slots: Int32) -> None:
+        """The step over `slots` is not in flight any more."""
+        self.rows_ahead[slots] = self.tokens_ahead[slots] = 0
+
     def leave(self, slots: Int32) -> None:
         """Give back the pages of `slots` that lie wholly outside the window of their group. O(slots + pages)."""
         windows = self.windows[:, slots]
@@ -178,7 +203,7 @@ class Slots:
                 check(bool(gone[:left].all()) and not gone[left:].any(), f"slot {slot}: not the pages of its window")
             check(len(np.unique(pages)) == len(pages), f"a page stands twice in slot {slot}")
             check(int(self.pool.refs[pages].min()) >= 1, f"slot {slot} holds a freed page")
-            want = -(-known // size)
-            check(want - 1 <= int(self.num_pages[slot]) <= want, f"slot {slot}: pages do not cover its tokens")
+            least, most = -(-known // size) - 1, -(-(known + int(self.tokens_ahead[slot])) // size)
+            check(least <= int(self.num_pages[slot]) <= most, f"slot {slot}: pages do not cover its tokens")
             request = self.requests[slot]
             check(request is not None and request.slot == slot, f"slot {slot} and its request disagree")

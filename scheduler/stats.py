@@ -19,4 +19,7 @@ class SchedulerStats:
     cached_tokens: int = 0  # of those, attached instead of computed
     computed_tokens: int = 0  # rows of all steps
     generated_tokens: int = 0
+    drafted_tokens: int = 0  # rows computed for tokens that a proposer guessed
+    accepted_tokens: int = 0  # of those, the ones that were right
+    proposer_errors: int = 0  # calls of the proposer that failed
     peak_running: int = 0

@@ -6,10 +6,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paged.kv.pages import Int64
 from paged.kv.state import StatePool
 from paged.models.base import ForwardBatch
-from scheduler.request import Int32, Request
+from scheduler.request import Int32, Request, RequestState
 from scheduler.slots import Slots
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a step will compute: `num_tokens[i]` more of the request that arrived as `arrivals[i]`, in `slots[i]`."""
+
+    slots: Int32
+    num_tokens: Int32
+    arrivals: Int64
+    admitted: list[Request]
+    preempted: list[Request]
+
+    def still_running(self, state: Slots) -> Decision | None:
+        """What is left of it after requests have ended; None if nothing is."""
+        alive = np.isin(self.slots, state.running) & (state.arrival[self.slots] == self.arrivals)
+        if not alive.any():
+            return None
+        if not alive.all():
+            self.slots, self.num_tokens = self.slots[alive], self.num_tokens[alive]
+            self.admitted = [request for request in self.admitted if request.state == RequestState.RUNNING]
+        return self
 
 
 @dataclass(slots=True)
@@ -18,8 +40,10 @@ class StepPlan:
 
     slots         int32 [S]   in the order of the batch
     num_tokens    int32 [S]   rows of each
-    sample_slots  int32 [R]   the slots whose last known token is among the rows: each gets one new token
+    sample_slots  int32 [R]   the slots whose last known token is among the rows: each gets one new token; one with d
+                              drafts stands there d + 1 times, and gets those tokens that no wrong draft precedes
     positions     int32 [R]   the position that the new token will have
+    drafted       whether there is a draft among the rows
     """
 
     slots: Int32
@@ -27,6 +51,7 @@ class StepPlan:
     batch: ForwardBatch
     sample_slots: Int32
     positions: Int32
+    drafted: bool = False
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
@@ -36,9 +61,15 @@ class StepPlan:
 
 
 def build_plan(
-    state: Slots, slots: Int32, num_tokens: Int32, page_size: int, states: StatePool | None = None
+    state: Slots,
+    slots: Int32,
+    num_tokens: Int32,
+    page_size: int,
+    states: StatePool | None = None,
+    drafts: Int32 | None = None,
 ) -> StepPlan:
-    """The plan that computes the next `num_tokens[i]` tokens of each of `slots`. O(rows + pages), vectorised.
+    """The plan that computes the next `num_tokens[i]` tokens of each of `slots`, of which the last `drafts[i]` are
+    guesses. O(rows + pages), vectorised.
 
     Every array is a copy: the scheduler's own state may move on while a device still reads the plan.
     """
@@ -54,8 +85,17 @@ def build_plan(
         tokens = state.tokens[np.repeat(slots, num_tokens), positions]
     columns = int(-(-int(ends.max()) // page_size))
     tables = state.page_table[:, slots, :columns]
-    done = ends == state.known[slots]
-    batch = ForwardBatch(tokens, q_indptr, ends, np.ascontiguousarray(tables), (q_indptr[1:] - 1)[done])
+    if drafts is None:
+        done = ends == state.known[slots]
+        logit_rows, sample_slots, positions = (q_indptr[1:] - 1)[done], slots[done], ends[done]
+    else:
+        done = ends - drafts == state.known[slots]
+        counts = drafts[done] + 1
+        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(int(counts.sum()), dtype=np.int32)
+        logit_rows = (np.repeat((q_indptr[1:] - 1)[done], counts) - behind).astype(np.int32)
+        sample_slots = np.repeat(slots[done], counts)
+        positions = (np.repeat(ends[done], counts) - behind).astype(np.int32)
+    batch = ForwardBatch(tokens, q_indptr, ends, np.ascontiguousarray(tables), logit_rows)
     loops, windows = state.loops[slots], state.cache_window[slots]
     if loops.any():
         batch.loops = loops
@@ -63,4 +103,4 @@ def build_plan(
         batch.cache_windows = windows
     if states is not None:  # a request's slot is also that of its state
         batch.state_slots, batch.states = slots.copy(), states
-    return StepPlan(slots, num_tokens, batch, slots[done], ends[done])
+    return StepPlan(slots, num_tokens, batch, sample_slots, positions, drafts is not None)

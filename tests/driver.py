@@ -11,6 +11,8 @@ from paged.prefix.handles import PrefixHandle
 from paged.prefix.hashing import page_hash
 from paged.sampling import SamplingParams
 from scheduler.config import SchedulerConfig
+from scheduler.drafts import Drafter
+from scheduler.proposer import Proposer
 from scheduler.request import PrefillStops, Request
 from scheduler.scheduler import Scheduler
 from scheduler.step import StepPlan
@@ -28,6 +30,7 @@ class Driver:
         pool: PagePool | None = None,
         partial: bool = False,
         max_states: int = 16,
+        proposer: Proposer | None = None,
         **config,
     ) -> None:
         self.model = model or EchoModel()
@@ -39,6 +42,11 @@ class Driver:
         states = self.model.create_state_pool(limits.max_num_seqs)
         groups = self.model.spec.num_groups
         self.scheduler = Scheduler(self.pool, self.model.max_seq_len, limits, self.cache, groups, states)
+        if proposer is not None:
+            scheduler = self.scheduler
+            scheduler.drafter = Drafter(
+                proposer, limits.num_drafts, self.model.vocab_size, scheduler.state, scheduler.stats
+            )
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.plans: list[dict[str, int]] = []  # rows of each request, step by step
@@ -85,9 +93,14 @@ class Driver:
         rows = zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)
         self.plans.append({scheduler.state.requests[slot].id: n for slot, n in rows})
         logits = self.model.forward(plan.batch, self.pool.storage).numpy()
+        if scheduler.config.plan_ahead:
+            scheduler.look_ahead()
+            scheduler.check()
         result = scheduler.commit(plan, logits.argmax(axis=1).astype(np.int32))
-        for request, token in zip(result.requests, result.tokens.tolist(), strict=True):
-            if not (request in result.finished and request.finish_reason == "stop"):
+        requests = result.requests
+        for i, (request, token) in enumerate(zip(requests, result.tokens.tolist(), strict=True)):
+            last = i + 1 == len(requests) or requests[i + 1] is not request
+            if not (last and request in result.finished and request.finish_reason == "stop"):
                 self.outputs[request.id].append(token)
         scheduler.check()
         return plan

@@ -265,15 +265,24 @@ def test_schedule_commit_and_abort_come_in_turns() -> None:
             call()
 
 
-@pytest.mark.parametrize("call", ["finish", "preempt"])
-def test_a_running_request_keeps_its_pages_while_a_step_writes_into_them(call: str) -> None:
+def test_a_request_that_ends_in_flight_keeps_its_pages_until_the_step_is_over() -> None:
     driver, plan = in_flight()
-    request = driver.requests["a"]
-    with pytest.raises(CheckFailed, match=r"between schedule\(\) and commit\(\)"):
-        driver.scheduler.finish(request, "cancelled") if call == "finish" else driver.scheduler.preempt(request)
-    assert request.state == RequestState.RUNNING
+    request, live = driver.requests["a"], driver.pool.num_live
+    driver.scheduler.finish(request, "cancelled")
+    driver.scheduler.check()
+    assert (request.state, request.finish_reason, driver.pool.num_live) == (RequestState.FINISHED, "cancelled", live)
+    assert "a" not in driver.scheduler.requests
     result = driver.scheduler.commit(plan, ids(1, 2))
-    assert [r.id for r in result.requests] == ["a", "b"]
+    assert ([r.id for r in result.requests], result.tokens.tolist(), driver.running()) == (["b"], [2], ["b"])
+    assert driver.pool.num_live == 3 and request.cursor is None
+    driver.scheduler.check()
+
+
+def test_a_request_is_not_preempted_while_a_step_writes_into_its_pages() -> None:
+    driver, plan = in_flight()
+    with pytest.raises(CheckFailed, match="a step writes into its pages"):
+        driver.scheduler.preempt(driver.requests["a"])
+    driver.scheduler.abort(plan, "boom")
     driver.scheduler.check()
 
 

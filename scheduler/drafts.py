@@ -1,0 +1,98 @@
+"""Drafts: guessed tokens that a step computes behind a decode, and which of them it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.proposer import Proposer
+from scheduler.request import Int32, Request
+from scheduler.slots import Slots
+from scheduler.stats import SchedulerStats
+from scheduler.step import StepPlan
+
+
+@dataclass(slots=True)
+class Drafter:
+    """Puts a proposer's guesses behind the last known tokens of requests that decode.
+
+    A draft takes what the step leaves: rows of the token budget after every chunk, and free pages, for which nothing
+    is evicted or preempted. It never reaches the limit of its request. A proposer that fails, or names an id outside
+    the vocabulary, is counted (`proposer_errors`) and proposes nothing for that request in that step. Requests with a
+    grammar are not drafted for: what may follow depends on each token before it.
+    """
+
+    proposer: Proposer
+    num_drafts: int
+    vocab_size: int
+    state: Slots
+    stats: SchedulerStats
+
+    def draft(self, slots: Int32, num_tokens: Int32, budget: int) -> Int32:
+        """Guess for those of `slots` that decode; returns the rows to add to each, int32 [len(slots)].
+
+        The guesses stand in `state.tokens` behind `known`, on pages that the slots hold.
+        """
+        state, added = self.state, np.zeros(len(slots), np.int32)
+        known = state.known[slots]
+        most = np.minimum(state.limit[slots] - known - 1, self.num_drafts)
+        decodes = (num_tokens == 1) & (known == state.computed[slots] + 1) & (most > 0)
+        for i in np.flatnonzero(decodes).tolist():
+            if budget <= 0:
+                break
+            slot, n = int(slots[i]), int(known[i])
+            request = state.requests[slot]
+            if request is None or request.matcher is not None:
+                continue
+            guess = self._guess(request, state.tokens[slot, :n], min(int(most[i]), budget))
+            count = min(len(guess), self._room(slot, n + len(guess)) - n)
+            if count > 0:
+                state.tokens[slot, n : n + count] = guess[:count]
+                added[i] = count
+                budget -= count
+        self.stats.drafted_tokens += int(added.sum())
+        return added
+
+    def _guess(self, request: Request, tokens: Int32, most: int) -> Int32:
+        view = tokens.view()
+        view.flags.writeable = False
+        try:
+            guess = np.asarray(self.proposer.propose(view, most), np.int32).reshape(-1)[:most]
+        except Exception:
+            self.stats.proposer_errors += 1
+            return tokens[:0]
+        if len(guess) and (int(guess.min()) < 0 or int(guess.max()) >= self.vocab_size):
+            self.stats.proposer_errors += 1
+            return tokens[:0]
+        return guess
+
+    def _room(self, slot: int, wanted: int) -> int:
+        """Tokens that the pages of a slot hold, once free pages were added up to `wanted`."""
+        state, pool = self.state, self.state.pool
+        columns = int(np.count_nonzero(state.uses[:, slot]))
+        at = np.array([slot], np.int32)
+        while wanted > int(state.num_pages[slot]) * pool.page_size and pool.num_free >= columns:
+            state.extend(at)
+        return int(state.num_pages[slot]) * pool.page_size
+
+
+def kept_rows(plan: StepPlan, tokens: Int32, state: Slots) -> Int32:
+    """The sampled rows whose tokens count, ascending: of each slot those up to and with the first that is not its
+    draft, or that ends the request.
+
+    The token of a row is drawn as if all drafts before it were right, by (seed, position) alone: as long as they are,
+    it is the token of plain decoding. O(rows), vectorised.
+    """
+    num_rows = len(tokens)
+    firsts = np.flatnonzero(np.diff(plan.sample_slots, prepend=-1))
+    last = np.zeros(num_rows, np.bool_)
+    last[np.append(firsts[1:], num_rows) - 1] = True
+    after = plan.batch.tokens[np.minimum(plan.batch.logit_rows[:num_rows] + 1, len(plan.batch.tokens) - 1)]
+    ended = (state.end_ids[plan.sample_slots] == tokens[:, None]).any(axis=1)
+    ended &= plan.positions + 1 > state.min_known[plan.sample_slots]
+    stops = last | (tokens != after) | ended
+    rows = np.arange(num_rows)
+    bound = np.minimum.reduceat(np.where(stops, rows, num_rows), firsts)
+    counts = np.diff(np.append(firsts, num_rows))
+    return rows[rows <= np.repeat(bound, counts)].astype(np.int32)
