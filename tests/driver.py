@@ -95,7 +95,8 @@ class Driver:
         logits = self.model.forward(plan.batch, self.pool.storage).numpy()
         if scheduler.config.plan_ahead:
             scheduler.look_ahead()
-            scheduler.check()
+            if scheduler.states is None:  # a state is at the end of the step already
+                scheduler.check()
         result = scheduler.commit(plan, logits.argmax(axis=1).astype(np.int32))
         requests = result.requests
         for i, (request, token) in enumerate(zip(requests, result.tokens.tolist(), strict=True)):

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from paged.errors import OutOfPages, PromptTooLong
 from paged.prefix.handles import PrefixHandle
 from paged.session import Session
+from scheduler.proposer import PromptLookup
 from scheduler.request import PrefillStops
 
 VOCABULARY = 5
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     hashes = tuple(HASHES)
     page_sizes = (1, 2, 4, 8)
     budgets = (1, 3, 8, 64)
+    aheads: tuple[str, ...] = ("no", "no", "plan", "draft")
 
     @initialize(
         data=st.data(),
@@ -51,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         bound=st.sampled_from([0, 0, 3]),
     )
     def start(self, data, windows, partial, states, room: int, chunk: int, slots: int, cache: bool, bound: int):
+        ahead = data.draw(st.sampled_from(self.aheads))
         page_size, kind = data.draw(st.sampled_from(self.page_sizes)), data.draw(st.sampled_from(self.kinds))
         self.windows = data.draw(st.sampled_from(self.cache_windows))
         self.looped = KINDS[kind] not in (EchoModel, EchoHybrid)
@@ -73,6 +76,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_bypass=2,
             lookahead=3,
             watermark=0.0,
+            plan_ahead=ahead == "plan",
+            proposer=PromptLookup(2, 1) if ahead == "draft" and kind != "recurrent" else None,
+            num_drafts=data.draw(st.sampled_from([1, 3, 9])),
         )
         self.count = 0
 
@@ -188,6 +194,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A step is planned, writes nothing, and is given up."""
         plan = self.driver.scheduler.schedule()
         if plan is not None:
+            if self.driver.scheduler.config.plan_ahead and n % 2:
+                self.driver.scheduler.look_ahead()
             for request in self.driver.scheduler.abort(plan, "the device is gone"):
                 self.driver.requests.pop(request.id, None)
 

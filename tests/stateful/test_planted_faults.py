@@ -20,11 +20,14 @@ from paged.prefix.handles import PrefixHandle
 from paged.prefix.index import Cursor, PrefixIndex
 from paged.prefix.lookup import PlainLookup
 from scheduler import placement
+from scheduler import scheduler as scheduling
+from scheduler.drafts import Drafter
 from scheduler.placement import Placer
 from scheduler.publishing import _publish
 from scheduler.scheduler import Scheduler
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
+from scheduler.step import Decision
 
 Patch = pytest.MonkeyPatch
 
@@ -75,6 +78,20 @@ class Windowed(SchedulerMachine):
     kinds = ("attention",)
     hashes = ("real",)
     cache_windows = ((0, 2, 5),)
+
+
+class Drafting(SchedulerMachine):
+    """Steps verify guesses."""
+
+    kinds = ("attention", "looped")
+    aheads = ("draft",)
+
+
+class Planning(SchedulerMachine):
+    """Each step is decided while the one before it runs."""
+
+    kinds = ("attention", "looped")
+    aheads = ("plan",)
 
 
 def a_reference_is_dropped_on_share(patch: Patch) -> None:
@@ -373,6 +390,56 @@ def the_last_page_of_a_prefix_is_not_copied(patch: Patch) -> None:
     patch.setattr(Placer, "_from_prefix", from_prefix)
 
 
+def wrong_guesses_are_kept(patch: Patch) -> None:
+    patch.setattr(scheduling, "kept_rows", lambda plan, tokens, state: np.arange(len(tokens), dtype=np.int32))
+
+
+def pages_of_wrong_guesses_stay(patch: Patch) -> None:
+    patch.setattr(Slots, "shrink", lambda self, slots: None)
+
+
+def guesses_pass_the_limit(patch: Patch) -> None:
+    real = Drafter.draft
+
+    def draft(self: Drafter, slots, num_tokens, budget):
+        self.state.limit[slots] += 3
+        try:
+            return real(self, slots, num_tokens, budget)
+        finally:
+            self.state.limit[slots] -= 3
+
+    patch.setattr(Drafter, "draft", draft)
+
+
+def who_ended_stays_in_the_decision(patch: Patch) -> None:
+    patch.setattr(Decision, "still_running", lambda self, state: self)
+
+
+def the_row_in_flight_is_not_counted(patch: Patch) -> None:
+    real = Scheduler._need
+
+    def need(self: Scheduler, slots):
+        rows = self.state.rows_ahead.copy()
+        self.state.rows_ahead[:] = 0
+        try:
+            return real(self, slots)
+        finally:
+            self.state.rows_ahead[:] = rows
+
+    patch.setattr(Scheduler, "_need", need)
+
+
+def what_was_admitted_on_a_failed_step_goes_on(patch: Patch) -> None:
+    real = Scheduler.abort
+
+    def abort(self: Scheduler, plan, error):
+        if self._ahead is not None:
+            self._ahead.admitted = []
+        return real(self, plan, error)
+
+    patch.setattr(Scheduler, "abort", abort)
+
+
 FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (RealHash, a_reference_is_dropped_on_share),
     (RealHash, a_reference_is_kept_on_release),
@@ -405,6 +472,12 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (LayersAfter, the_depth_is_missing_from_the_namespace),
     (Windowed, a_prefix_is_entered_where_its_window_has_left),
     (SchedulerMachine, the_last_page_of_a_prefix_is_not_copied),
+    (Drafting, wrong_guesses_are_kept),
+    (Drafting, pages_of_wrong_guesses_stay),
+    (Drafting, guesses_pass_the_limit),
+    (Planning, who_ended_stays_in_the_decision),
+    (Planning, the_row_in_flight_is_not_counted),
+    (Planning, what_was_admitted_on_a_failed_step_goes_on),
 ]
 
 
@@ -412,11 +485,11 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
 @pytest.mark.parametrize(("machine", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
 def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, OutOfPages)):
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, AttributeError, OutOfPages)):
         run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [RealHash, OneHash, SlowPrefill, Looped, LayersAfter, Windowed])
+@pytest.mark.parametrize("machine", [RealHash, OneHash, SlowPrefill, Looped, LayersAfter, Windowed, Drafting, Planning])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=60))
