@@ -22,7 +22,7 @@ class Admitted:
     """What one pass over the queue did: the requests that got a slot, in order, and those that failed on the way."""
 
     requests: list[Request] = field(default_factory=list)
-    failed: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
 
 class Admission:
@@ -60,12 +60,12 @@ class Admission:
                 break
             try:
                 placement = self.placer.place(request, not self.state.num_running)
-            except Exception as error:  # the copy of a page failed: that is this request's misfortune alone
-                request.error = f"{type(error).__name__}: {error}"
-                done.failed.append(request)
+                if placement is not None:
+                    self._start(request, placement)
+            except Exception as error:  # a copy of a page failed, or one of a state: this request's misfortune alone
+                done.failed.append((request, error))
                 continue
             if placement is not None:
-                self._start(request, placement)
                 done.requests.append(request)
                 budget -= self._announce(request, budget)
             else:
@@ -96,8 +96,12 @@ class Admission:
 
     def _start(self, request: Request, placement: Placement) -> None:
         matched = placement.matched
+        try:
+            request.slot = self.state.place(request, placement.pages, matched)
+        except Exception:
+            self.placer.pool.release(placement.pages[placement.pages >= 0])
+            raise
         self.waiting.remove(request)
-        request.slot = self.state.place(request, placement.pages, matched)
         request.state = RequestState.RUNNING
         request.num_bypassed = 0
         if self.states is not None and placement.snapshot is not None:

@@ -110,17 +110,24 @@ class Checkpointer:
         self._settle(request, position)
         self.slots.stop[slot] = self._stops[slot][-1][0] if self._stops[slot] else NO_STOP
 
+    def abandon(self, request: Request) -> None:
+        """The request leaves no more checkpoints on its way: keeping one has failed."""
+        for position, _ in self._stops.get(request.slot, ()):
+            self._settle(request, position)
+        self._stops[request.slot] = []
+        self.slots.stop[request.slot] = NO_STOP
+
     def leave(self, request: Request, preempted: bool) -> None:
         """The request is about to lose its slot: its last state becomes a tail.
 
         Unless it comes back, only where that is at least a page past what it left before.
         """
         slot = request.slot
-        self._running.remove(request)
-        for position, _ in self._stops.pop(slot):
+        self._running.discard(request)
+        for position, _ in self._stops.pop(slot, ()):
             self._settle(request, position)
         self.slots.stop[slot] = NO_STOP
-        if preempted or self.slots.computed[slot] >= self._kept.pop(slot) + self.slots.pool.page_size:
+        if preempted or self.slots.computed[slot] >= self._kept.pop(slot, 0) + self.slots.pool.page_size:
             self._keep(request, False)
 
     def forget(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +73,9 @@ class Drafter:
         state, pool = self.state, self.state.pool
         columns = int(np.count_nonzero(state.uses[:, slot]))
         at = np.array([slot], np.int32)
-        while wanted > int(state.num_pages[slot]) * pool.page_size and pool.num_free >= columns:
-            state.extend(at)
+        with suppress(Exception):  # a page that cannot be had is no reason to end a request that can do without
+            while wanted > int(state.num_pages[slot]) * pool.page_size and pool.num_free >= columns:
+                state.extend(at)
         return int(state.num_pages[slot]) * pool.page_size
 
 

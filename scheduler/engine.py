@@ -319,7 +319,11 @@ class Engine:
             if first is not None:
                 request.known = np.append(request.prompt, np.int32(first))
             self.scheduler.add(request)
-            live = self.delivery.open(request, owned, keeps_events)
+            try:
+                live = self.delivery.open(request, owned, keeps_events)
+            except BaseException:
+                self.scheduler.finish(request, "error")
+                raise
             if first is not None:
                 self.runner.deliver_first(live, first)
             return live

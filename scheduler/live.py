@@ -39,8 +39,12 @@ class Live:
 
     def close(self, reason: str) -> str:
         """The request has ended: build its output; returns the text that was still held back."""
-        request = self.request
-        rest = self.text.flush() if self.text is not None else ""
+        request, rest = self.request, ""
+        if self.text is not None:
+            try:
+                rest = self.text.flush()
+            except Exception as error:  # what cannot be decoded ends this request alone
+                reason, request.error = "error", f"{type(error).__name__}: {error}"
         self.output = RequestOutput(
             request_id=request.id,
             token_ids=self.token_ids,

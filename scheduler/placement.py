@@ -131,9 +131,12 @@ class Placer:
             pages = store.attach(found)
         except OutOfPages:
             return None
-        placement = self._fill(request, Placement(pages, found.num_tokens, snapshot=found.snapshot), 0)
-        if placement is None:
-            pool.release(pages[pages >= 0])
+        placement = None
+        try:
+            placement = self._fill(request, Placement(pages, found.num_tokens, snapshot=found.snapshot), 0)
+        finally:
+            if placement is None:
+                pool.release(pages[pages >= 0])
         return placement
 
     def _from_prefix(self, prefix: PrefixHandle, request: Request, spare: int) -> Placement | None:

@@ -43,6 +43,7 @@ class Runner:
         self.delivery = delivery
         state = scheduler.state
         self._history = TokenHistory(state.tokens, state.prompt_len, state.known)
+        self._refused: dict[int, str] = {}  # slots whose parameters the sampler did not take, and why
         self._launched: tuple[StepPlan, torch.Tensor] | None = None  # handed to the device ahead of its turn
 
     def advance(self) -> bool:
@@ -59,16 +60,16 @@ class Runner:
             return scheduler.stats.num_finished > ended
         plan, logits = step
         try:
-            if scheduler.config.plan_ahead:
+            if scheduler.plans_ahead:
                 scheduler.look_ahead()
                 self._report_failed()
             sampled, bad = self._draw(logits, plan)
+            result = scheduler.commit(plan, sampled.tokens)
         except BaseException as error:
             self._abort(plan, error)
             return True
-        result = scheduler.commit(plan, sampled.tokens)
         try:
-            if scheduler.config.plan_ahead:
+            if scheduler.plans_ahead:
                 self._launched = self._launch()
         finally:
             self.delivery.deliver(result, sampled, bad)
@@ -82,11 +83,19 @@ class Runner:
             return None
         try:
             for request in plan.admitted:
-                self.sampler.assign(request.slot, request.params, request.seed, request.end_ids, request.matcher)
+                self._assign(request)
             return plan, self.model.forward(plan.batch, self.storage)
         except BaseException as error:
             self._abort(plan, error)
             return None
+
+    def _assign(self, request: Request) -> None:
+        """Tell the sampler how to draw for a request that was admitted. Where it cannot, its first row is refused."""
+        self._refused.pop(request.slot, None)
+        try:
+            self.sampler.assign(request.slot, request.params, request.seed, request.end_ids, request.matcher)
+        except Exception as error:
+            self._refused[request.slot] = f"{type(error).__name__}: {error}"
 
     def _report_failed(self) -> None:
         """Requests that ended while a step was decided."""
@@ -115,6 +124,9 @@ class Runner:
         """
         slots, positions = plan.sample_slots, plan.positions
         rows, bad = np.arange(len(slots)), dict[int, str]()
+        if self._refused:
+            bad = {row: self._refused[slot] for row, slot in enumerate(slots.tolist()) if slot in self._refused}
+            rows = np.delete(rows, list(bad))
         while len(rows):
             usable = logits[rows] if bad else logits
             try:

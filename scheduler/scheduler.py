@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from paged.errors import DuplicateRequest, InvalidRequest, PromptTooLong, check
+from paged.errors import DuplicateRequest, InvalidRequest, OutOfPages, PromptTooLong, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
@@ -198,6 +198,11 @@ class Scheduler:
         self.stats.peak_running = max(self.stats.peak_running, self.state.num_running)
         return plan
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step may be decided, and started, while the one before it is in flight."""
+        return self.config.plan_ahead and self.states is None and self.drafter is None
+
     def look_ahead(self) -> None:
         """Decide the step behind the one in flight, before the tokens of that one are known.
 
@@ -206,14 +211,16 @@ class Scheduler:
         there is to do: with drafts, with recurrent state (whose checkpoints are taken at a commit), and where a
         request would have to be preempted.
         """
-        if self._in_flight is not None and self._ahead is None and self.states is None and self.drafter is None:
+        if self.plans_ahead and self._in_flight is not None and self._ahead is None:
             self._ahead = self._decide()
 
     def commit(self, plan: StepPlan, tokens: Int32) -> StepResult:
-        """Take the step's new tokens, one for each of `plan.sample_slots`; publish full pages; end what has ended."""
+        """Take the step's new tokens, one for each of `plan.sample_slots`; publish full pages; end what has ended.
+
+        If it raises, the plan is still in flight, and is to be aborted.
+        """
         check(plan is self._in_flight, "commit() of a plan that is not in flight")
         check(len(tokens) == len(plan.sample_slots), "commit() needs one token for each of plan.sample_slots")
-        self._in_flight = None
         state = self.state
         state.land(plan.slots)
         before = state.computed[plan.slots]
@@ -231,11 +238,7 @@ class Scheduler:
         state.work[plan.slots] += plan.num_tokens
         self.stats.computed_tokens += plan.num_rows
         state.tokens[sampled, known] = tokens
-        if self.checkpointer is not None:
-            for slot in plan.slots[after == state.stop[plan.slots]].tolist():
-                self.checkpointer.reached(self.request_at(slot))
-        elif self.cache is not None:
-            publish_step(self.cache, state, plan.slots, before, after)
+        self._publish(plan.slots, before, after)
         state.leave(plan.slots)
         known += 1
         state.known[sampled] = known  # of a slot that stands there several times the last one counts
@@ -256,6 +259,7 @@ class Scheduler:
         if self._leaving:
             result.leave_out(self._leaving)
             self._let_go()
+        self._in_flight = None
         return result
 
     def abort(self, plan: StepPlan, error: str) -> list[Request]:
@@ -274,6 +278,22 @@ class Scheduler:
             self.finish(request, "error")
         self._let_go()
         return failed
+
+    def _publish(self, slots: Int32, before: Int32, after: Int32) -> None:
+        """Enter in the cache what a step computed. Where that fails, its requests go on, and are cached no further."""
+        try:
+            if self.checkpointer is not None:
+                for slot in slots[after == self.state.stop[slots]].tolist():
+                    self.checkpointer.reached(self.request_at(slot))
+            elif self.cache is not None:
+                publish_step(self.cache, self.state, slots, before, after)
+        except Exception:
+            self.stats.cache_errors += 1
+            for request in map(self.request_at, slots.tolist()):
+                if request.cursor is not None:
+                    request.cursor.closed = True
+                if self.checkpointer is not None:
+                    self.checkpointer.abandon(request)
 
     def _let_go(self) -> None:
         """Take the pages of the requests that ended while the step that is over now wrote into them."""
@@ -303,9 +323,8 @@ class Scheduler:
                 self.sharing.offer(self.request_at(int(slots[i])), state, int(num_tokens[i]))
             done = self.admission.admit(budget)
             admitted = done.requests
-            for request in done.failed:
-                self.finish(request, "error")
-                self.failed.append(request)
+            for request, error in done.failed:
+                self._fail(request, error)
         if admitted:
             new = state.running[len(slots) :]
             slots, num_tokens = state.running, np.concatenate([num_tokens, self._chunks(new, budget)])
@@ -324,16 +343,33 @@ class Scheduler:
             slots = state.running
             known = state.known[slots] + state.tokens_ahead[slots]
             slots = slots[(known > state.num_pages[slots] * size) & (known < state.limit[slots])]
-            if int(np.count_nonzero(state.uses[:, slots])) <= self.pool.num_available:
-                break
+            if not len(slots):
+                return True
+            if int(np.count_nonzero(state.uses[:, slots])) <= self.pool.num_available and self._extend(slots):
+                return True
             if self._in_flight is not None:
                 return False
             victim = self._victim()
             preempted.append(victim)
             self.preempt(victim)
-        if len(slots):
-            state.extend(slots)
+
+    def _extend(self, slots: Int32) -> bool:
+        """One more page for each of `slots`; False where idle pages turn out to be none, since their children are in
+        use. What fails otherwise is tried one by one, and ends the requests that it fails for."""
+        try:
+            self.state.extend(slots)
+        except OutOfPages:
+            return False
+        except Exception as error:
+            if len(slots) > 1:
+                return all(self._extend(slots[i : i + 1]) for i in range(len(slots)))
+            self._fail(self.request_at(int(slots[0])), error)
         return True
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = f"{type(error).__name__}: {error}"
+        self.finish(request, "error")
+        self.failed.append(request)
 
     def _victim(self) -> Request:
         """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
@@ -382,6 +418,16 @@ class Scheduler:
     def _vacate(self, request: Request, preempted: bool = False) -> None:
         check(not self.state.rows_ahead[request.slot], "a request lost its slot while a step writes into its pages")
         self.sharing.settle([request])
+        try:
+            self._donate(request, preempted)
+        except Exception:  # its pages must go back whatever happens
+            self.stats.cache_errors += 1
+        request.known = self.state.vacate(request.slot)
+        request.slot = -1
+
+    def _donate(self, request: Request, preempted: bool) -> None:
+        """Leave in the cache what a request computed and its steps have not published: the rows of its last page, or
+        its recurrent state."""
         if self.checkpointer is not None:
             self.checkpointer.leave(request, preempted)
         elif self.cache is not None and request.cursor is not None:
@@ -393,8 +439,6 @@ class Scheduler:
                 tail = self.cache.publish_tail(request.cursor, self.state.tokens[slot, :computed], last.copy())
             if not preempted:
                 self.cache.retain(request.cursor, request.retain, tail)
-        request.known = self.state.vacate(request.slot)
-        request.slot = -1
 
     def request_at(self, slot: int) -> Request:
         """The request that runs in `slot`."""

@@ -22,4 +22,5 @@ class SchedulerStats:
     drafted_tokens: int = 0  # rows computed for tokens that a proposer guessed
     accepted_tokens: int = 0  # of those, the ones that were right
     proposer_errors: int = 0  # calls of the proposer that failed
+    cache_errors: int = 0  # times that what was computed could not be entered in the cache
     peak_running: int = 0

@@ -44,9 +44,11 @@ def publish_next(tree: PageTree, cursors: Sequence[Cursor], columns: Int32, toke
     if plain:
         chosen = [cursors[i] for i in plain]
         own = np.ascontiguousarray(pages[:, plain])
-        for cursor, count in zip(chosen, (own >= 0).sum(axis=0).tolist(), strict=True):
-            tree._count(cursor, index.page_size, count, "")
+        for cursor in chosen:
+            tree._begin_chain(cursor)
         index.add_pages(chosen, list(keys), tokens[plain], own)
+        for cursor, count in zip(chosen, (own >= 0).sum(axis=0).tolist(), strict=True):
+            tree._count(cursor, index.page_size, count)
         tree.queue.entered([cursor.last for cursor in chosen])
         ids = own[own >= 0]
         tree.pool.hold(ids)

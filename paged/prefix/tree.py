@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -60,7 +61,7 @@ class PageTree:
         self.listen: Callable[[CacheEvent], object] | None = None  # hears of every page that comes and goes
         self.evicted: dict[object, None] = {}  # keys of pages that went for room, oldest first
         self._chains: dict[int, PrefixChain] = {}
-        self._next_chain = 1
+        self._next_chain = itertools.count(1)
         pool.reclaim = self._reclaim
         pool.on_idle = self._on_idle
 
@@ -315,30 +316,29 @@ class PageTree:
 
     def _held_elsewhere(self, pages: list[int]) -> bool:
         """Whether one of `pages` is held already: for another namespace, by a session that went deeper from there."""
-        held = self.pool.held
-        return any(held[page] for page in pages if page >= 0)
+        return any(self.pool.held[page] for page in pages if page >= 0)
 
     def _enter(self, cursor: Cursor, key: object, tokens: Int32, pages: Int32, preview: str) -> int:
         own = pages[pages >= 0]
-        self._count(cursor, len(tokens), len(own), preview)
+        self._begin_chain(cursor)
         node = self.index.add(cursor, key, tokens, pages)
+        self._count(cursor, len(tokens), len(own), preview)
         self.queue.entered((node,))
         self.pool.hold(np.ascontiguousarray(own))
         self.stats.inserted_pages += len(own)
         return node
 
-    def _count(self, cursor: Cursor, num_tokens: int, num_pages: int, preview: str) -> None:
-        """What a sequence is about to enter belongs to its donation; it begins one where it has none."""
+    def _begin_chain(self, cursor: Cursor) -> None:
+        """What a sequence enters belongs to its donation; it begins one where it has none."""
         if cursor.chain not in self._chains:
-            self._open_chain(cursor, preview)
+            cursor.chain = next(self._next_chain)
+
+    def _count(self, cursor: Cursor, num_tokens: int, num_pages: int, preview: str = "") -> None:
+        if cursor.chain not in self._chains:
+            self._chains[cursor.chain] = PrefixChain(cursor.chain, preview, time.time())
         chain = self._chains[cursor.chain]
         chain.num_tokens += num_tokens
         chain.num_pages += num_pages
-
-    def _open_chain(self, cursor: Cursor, preview: str) -> None:
-        cursor.chain = self._next_chain
-        self._chains[cursor.chain] = PrefixChain(cursor.chain, preview, time.time())
-        self._next_chain += 1
 
     def _supersede(self, cursor: Cursor, tokens: Int32, pages: Int32) -> None:
         """A tail whose rows all stand at the head of `pages`, about to be entered, is of no more use."""
