@@ -281,7 +281,9 @@ def chain_is_forgotten(cache: PrefixCache) -> None:
 
 
 def chain_without_pages(cache: PrefixCache) -> None:
-    cache._open_chain(cache.cursor(), "nothing")
+    cursor = cache.cursor()
+    cache._begin_chain(cursor)
+    cache._count(cursor, 0, 0, "nothing")
 
 
 def bound_is_broken(cache: PrefixCache) -> None:
