@@ -4,7 +4,8 @@
 
 Decode steps at 16 to 1024 running requests, one new page each every 16 steps; the same with a head of the queue that
 does not fit, of 130k tokens, whose prefix is not cached; admissions of prompts of 32k and 128k tokens, cold and warm;
-`match_len` of a cached 32k prompt. Tokens are made up; pages have no storage. Medians over repeats.
+`match_len` of a cached 32k prompt. Tokens are made up; pages have no storage. Medians over repeats. Where vLLM's
+scheduler can be imported, it takes the same decode steps (`vllm`), and `ratio` is its mean step over ours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import peer_scheduler
 import record
 
 from paged.kv.pages import PagePool
@@ -123,6 +125,10 @@ def main() -> None:
     for running in args.running:
         for name, head in (("decode", False), ("decode_with_blocked_head", True)):
             figures[name][running] = decode(running, args.steps, head)
+            peer = peer_scheduler.decode(running, args.steps, PAGE_SIZE, head)
+            if "us_a_request" in peer:
+                peer["ratio"] = round(peer["us_a_request"] / figures[name][running]["us_a_request"], 1)
+            figures[name][running]["vllm"] = peer
             print(f"{name:26} {running:5d} running {figures[name][running]}", flush=True)
     for tokens in (32_768, 131_072):
         figures["admission"][tokens] = admission(tokens, args.repeat)
