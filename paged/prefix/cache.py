@@ -254,7 +254,7 @@ class PrefixCache(PageTree):
         held = (self.index.pages[self.index.below(key)] >= 0).sum(axis=1)
         self.pool.unhold(self.index.drop(key))
         for chain, pages in zip(chains.tolist(), held.tolist(), strict=True):
-            self._forget(chain, pages)
+            self.forget(chain, pages)
         if self.listen is not None:
             self.listen(PagesCleared(key))
 

@@ -97,6 +97,12 @@ class EvictionQueue:
                 return node
         return None
 
+    def goes_next(self, node: int) -> bool:
+        """Whether `node`, pushed now, would be the next to come out. False where only a push can tell: with hints."""
+        if self.retentions.used or self._deadlines:
+            return False
+        return not self._heap or (Band.PLAIN, 0, self.policy.rank(self.index, node)) < self._heap[0][:3]
+
     def _expire(self) -> None:
         now = self.retentions.clock()
         while self._deadlines and self._deadlines[0][0] <= now:

@@ -13,15 +13,14 @@ from paged.errors import GeometryMismatch, check
 from paged.kv.pages import PagePool
 from paged.ops.dispatch import get_backend
 from paged.prefix.cursor import NO_NODE, Cursor
-from paged.prefix.events import CacheEvent, PageRemoved, PagesCleared, PagesStored
+from paged.prefix.events import CacheEvent, PagesCleared, PagesStored
 from paged.prefix.eviction import EvictionPolicy, get_policy
 from paged.prefix.eviction_queue import EvictionQueue
+from paged.prefix.eviction_run import run_up, take_out
 from paged.prefix.hashing import Int32, PageHash, namespace_key
 from paged.prefix.index import NO_PAGE, PrefixIndex
 from paged.prefix.stats import PrefixChain, PrefixStats
 from paged.spec import KVSpec, KVView
-
-_REMEMBERED = 65_536  # keys of evicted pages that `explain` still knows
 
 
 class PageTree:
@@ -54,11 +53,12 @@ class PageTree:
         self.exact = exact
         self.spec = pool.storage.spec if pool.storage is not None else KVSpec(1, 1, 1)
         self.num_groups = self.spec.num_groups
-        self._ever_loose = False  # whether any sequence so far had groups that a prefix may lack pages of
+        self.ever_loose = False  # whether any sequence so far had groups that a prefix may lack pages of
         self.index = PrefixIndex(pool.page_size, self.num_groups, hash_page, pool.num_pages)
         self.queue = EvictionQueue(self.index, get_policy(policy))
         self.stats = PrefixStats()
         self.listen: Callable[[CacheEvent], object] | None = None  # hears of every page that comes and goes
+        self.remembered = 65_536  # keys of evicted pages that `explain` still knows
         self.evicted: dict[object, None] = {}  # keys of pages that went for room, oldest first
         self._chains: dict[int, PrefixChain] = {}
         self._next_chain = itertools.count(1)
@@ -83,7 +83,7 @@ class PageTree:
 
     def cursor_of(self, key: bytes, view: KVView) -> Cursor:
         """A cursor at the root of the namespace with this key."""
-        self._ever_loose = self._ever_loose or len(view.loose) > 0
+        self.ever_loose = self.ever_loose or len(view.loose) > 0
         return self.index.cursor(key, view)
 
     def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True) -> int:
@@ -231,7 +231,7 @@ class PageTree:
             self._tell_stored(cursor, first, keys[first : cursor.depth], tokens[first * size :])
         self._trim(cursor, first)
         if cursor.chain in self._chains:
-            self._forget(cursor.chain, 0)  # a donation of places alone, whose pages a window left, is none
+            self.forget(cursor.chain, 0)  # a donation of places alone, whose pages a window left, is none
         return merged
 
     def publish_tail(self, cursor: Cursor, tokens: Int32, pages: Int32, preview: str = "") -> int:
@@ -344,7 +344,7 @@ class PageTree:
         """A tail whose rows all stand at the head of `pages`, about to be entered, is of no more use."""
         index = self.index
         node, shared = index.closest(cursor, tokens)
-        if node < 0 or not shared == index.rows[node] < self.pool.page_size or not self._idle(node):
+        if node < 0 or not shared == index.rows[node] < self.pool.page_size or not self.idle(node):
             return
         if not ((index.pages[node] >= 0) & (pages < 0)).any():  # else it has iterations that these lack
             self._evict(node)
@@ -372,49 +372,35 @@ class PageTree:
         """Evict idle leaves until at least `num_pages` pages became free, or none is left; returns how many did."""
         freed, gone = 0, list[Int32]()
         while freed < num_pages and (node := self.queue.pop()) is not None:
-            gone.append(self._give_up(node))
+            gone.append(self._give_up(node, num_pages - freed))
             freed += len(gone[-1])
         if freed:
             self.pool.unhold(np.concatenate(gone))
         return freed
 
-    def _give_up(self, node: int) -> Int32:
-        """Take out what can go of a queued node: all of an idle leaf, else its idle pages that may go alone."""
-        if not self.index.children[node] and self._idle(node):
-            self.queue.gone(node)
-            return self._take_out(node)
+    def _give_up(self, node: int, most: int = 1) -> Int32:
+        """Take out what can go of a queued node: all of an idle leaf, and up to `most` nodes with those above it that
+        go next; else its idle pages that may go alone."""
+        if not self.index.children[node] and self.idle(node):
+            return take_out(self, run_up(self, node, most))
         loose = self._loose(node)
         pages = self.index.pages[node, loose]
-        return self._uncount(node, self.index.hollow(node, loose[(pages >= 0) & (self.pool.refs[pages] == 1)]))
+        return self.uncount(node, self.index.hollow(node, loose[(pages >= 0) & (self.pool.refs[pages] == 1)]))
 
     def _evict(self, node: int) -> int:
         """Take a leaf out and give its pages up; returns how many that were."""
-        pages = self._take_out(node)
+        pages = take_out(self, [node])
         self.pool.unhold(pages)
         return len(pages)
 
-    def _take_out(self, node: int) -> Int32:
-        """Take a leaf out of the index; its parent may become the next one to go. Returns its pages, still held."""
-        pages = self.index.pages[node]
-        pages = pages[pages >= 0]
-        if len(self.evicted) >= _REMEMBERED:
-            del self.evicted[next(iter(self.evicted))]
-        key = self.index.keys[node]
-        self.evicted[key] = None
-        if self.listen is not None:
-            self.listen(PageRemoved(key))
-        parent = self.index.remove(node)
-        self._uncount(node, pages)
-        if parent >= 0 and not self.index.children[parent] and self._idle(parent):
-            self.queue.push(parent)
-        return pages
-
-    def _uncount(self, node: int, pages: Int32) -> Int32:
+    def uncount(self, node: int, pages: Int32) -> Int32:
+        """`pages` of a node are on their way out; returns them."""
         self.stats.evicted_pages += len(pages)
-        self._forget(int(self.index.chain[node]), len(pages))
+        self.forget(int(self.index.chain[node]), len(pages))
         return pages
 
-    def _forget(self, chain: int, num_pages: int) -> None:
+    def forget(self, chain: int, num_pages: int) -> None:
+        """`num_pages` of a donation are gone."""
         record = self._chains.get(chain)
         if record is not None:
             record.num_pages -= num_pages
@@ -425,7 +411,7 @@ class PageTree:
         chain = int(self.index.chain[node])
         return self._chains.setdefault(chain, PrefixChain(chain, "", time.time()))
 
-    def _idle(self, node: int) -> bool:
+    def idle(self, node: int) -> bool:
         pages = self.index.pages[node]
         if self.num_groups == 1:
             return int(pages[0]) < 0 or int(self.pool.refs[pages[0]]) == 1
@@ -443,13 +429,13 @@ class PageTree:
         index.tick += 1
         index.last_use[nodes] = index.tick
         self.queue.idle(nodes)
-        if self._ever_loose:
+        if self.ever_loose:
             for node in nodes[::-1].tolist():  # of pages that fall idle together the deepest goes first
-                if len(self._loose(node)) or (not index.children[node] and self._idle(node)):
+                if len(self._loose(node)) or (not index.children[node] and self.idle(node)):
                     self.queue.push(node)
             return
         for node in nodes[index.children[nodes] == 0].tolist():
-            if self.num_groups == 1 or self._idle(node):
+            if self.num_groups == 1 or self.idle(node):
                 self.queue.push(node)
 
     def _trim(self, cursor: Cursor, first: int) -> None:
@@ -488,7 +474,7 @@ class PageTree:
         for node in live.tolist():
             loose = self._loose(node)
             firm[node, loose] = False
-            idle_leaf = not index.children[node] and self._idle(node) and (index.pages[node] >= 0).any()
+            idle_leaf = not index.children[node] and self.idle(node) and (index.pages[node] >= 0).any()
             check(not idle_leaf or node in queued, "an idle leaf cannot be evicted")
             idle = (refs[node, loose] == 1) & (index.pages[node, loose] >= 0)
             check(not idle.any() or node in queued, "an idle page that may go alone cannot be evicted")

@@ -103,7 +103,7 @@ def test_an_attach_makes_no_key() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 10, 60])
-def test_evicting_n_pages_pops_n_entries_and_the_stale_ones(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicting_n_pages_pops_one_entry_a_chain_and_the_stale_ones(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hand, _ = counted(128)
     for start in range(0, 800, 40):
         hand.donate(span(start, 20))
@@ -119,7 +119,8 @@ def test_evicting_n_pages_pops_n_entries_and_the_stale_ones(n: int, monkeypatch:
 
     monkeypatch.setattr(heapq, "heappop", spy)
     assert hand.cache.evict(n) == n
-    assert n <= pops <= n + 7
+    chains = -(-n // 5)  # a prompt of five pages leaves in one run
+    assert chains <= pops <= chains + 7
     hand.check()
 
 

@@ -227,7 +227,7 @@ def test_a_hint_on_a_cleared_cache_marks_nothing() -> None:
 def comparisons(driver: Driver, num_pages: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Heap operations, and pages looked at, while `num_pages` pages are evicted."""
     calls = looked = 0
-    real_pop, real_push, real_idle = heapq.heappop, heapq.heappush, driver.cache._idle
+    real_pop, real_push, real_idle = heapq.heappop, heapq.heappush, driver.cache.idle
 
     def pop(heap):
         nonlocal calls
@@ -247,7 +247,7 @@ def comparisons(driver: Driver, num_pages: int, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(heapq, "heappop", pop)
         patch.setattr(heapq, "heappush", push)
-        patch.setattr(driver.cache, "_idle", idle)
+        patch.setattr(driver.cache, "idle", idle)
         assert driver.cache.evict(num_pages) == num_pages
     return calls, looked
 

@@ -34,7 +34,7 @@ def hollow(h: Hand, tokens, present: list[int]) -> None:
     for node, there in zip(cursor.nodes, present, strict=True):
         if not there and h.cache.index.pages[node, 0] >= 0:
             pages = h.cache.index.hollow(node, np.array([0], np.int32))
-            h.cache._uncount(node, pages)
+            h.cache.uncount(node, pages)
             h.pool.unhold(pages)
 
 

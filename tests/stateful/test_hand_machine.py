@@ -18,6 +18,7 @@ from paged.prefix import saved
 from paged.prefix.cache import PrefixCache
 from paged.prefix.checkpoint_intake import CheckpointIntake
 from paged.prefix.checkpoints import CheckpointStore
+from paged.prefix.eviction_run import take_out
 from paged.prefix.index import Cursor, PrefixIndex
 from paged.prefix.pins import Pins
 from paged.prefix.saved_checkpoints import SavedCheckpoints
@@ -119,9 +120,9 @@ def a_parent_is_evicted_before_its_child(patch: Patch) -> None:
         for node in np.unique(self.index.node_of_page[ids]).tolist():
             self.queue.push(node)
 
-    def give_up(self: PrefixCache, node: int) -> np.ndarray:
+    def give_up(self: PrefixCache, node: int, most: int = 1) -> np.ndarray:
         self.index.children[node] = 0
-        return self._take_out(node) if self._idle(node) else np.zeros(0, np.int32)
+        return take_out(self, [node]) if self.idle(node) else np.zeros(0, np.int32)
 
     patch.setattr(PrefixCache, "_on_idle", on_idle)
     patch.setattr(PrefixCache, "_give_up", give_up)
@@ -181,7 +182,7 @@ def a_pinned_page_is_evicted(patch: Patch) -> None:
         return real(self, num_pages)
 
     real = PrefixCache._reclaim
-    patch.setattr(PrefixCache, "_idle", idle)
+    patch.setattr(PrefixCache, "idle", idle)
     patch.setattr(PrefixCache, "_reclaim", reclaim)
 
 

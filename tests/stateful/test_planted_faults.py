@@ -118,7 +118,7 @@ def a_parent_is_evicted_before_its_child(patch: Patch) -> None:
     def reclaim(self: PrefixCache, num_pages: int) -> int:
         freed = 0
         while freed < num_pages and (node := self.queue.pop()) is not None:
-            if self._idle(node):
+            if self.idle(node):
                 freed += self._evict(node)
         return freed
 
@@ -129,7 +129,7 @@ def a_parent_is_evicted_before_its_child(patch: Patch) -> None:
 
 
 def a_page_in_use_is_evicted(patch: Patch) -> None:
-    patch.setattr(PrefixCache, "_idle", lambda self, node: True)
+    patch.setattr(PrefixCache, "idle", lambda self, node: True)
 
 
 def an_idle_leaf_is_forgotten(patch: Patch) -> None:
