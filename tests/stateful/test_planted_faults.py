@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cache_machine import CacheMachine
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from scheduler_machine import SchedulerMachine
 
 from paged.errors import OutOfPages
@@ -92,6 +92,17 @@ class Planning(SchedulerMachine):
 
     kinds = ("attention", "looped")
     aheads = ("plan",)
+
+
+class FailingAhead(Planning):
+    """Steps fail often while the one behind them is decided."""
+
+    budgets = (3, 8)
+
+    @precondition(lambda self: self.driver.running() and self.driver.waiting())
+    @rule()
+    def fail_often(self) -> None:
+        self.fail(1)
 
 
 def a_reference_is_dropped_on_share(patch: Patch) -> None:
@@ -477,7 +488,7 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (Drafting, guesses_pass_the_limit),
     (Planning, who_ended_stays_in_the_decision),
     (Planning, the_row_in_flight_is_not_counted),
-    (Planning, what_was_admitted_on_a_failed_step_goes_on),
+    (FailingAhead, what_was_admitted_on_a_failed_step_goes_on),
 ]
 
 
