@@ -5,39 +5,89 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from paged.errors import check
+from paged.errors import DuplicateRequest, check
 from paged.models.base import LanguageModel
 from paged.sampler import Sampled
 from paged.text import OutputText
 from scheduler.live import Live
 from scheduler.output import Event
 from scheduler.request import Request
+from scheduler.samples import Samples
 from scheduler.scheduler import Scheduler, StepResult
 
 _EXPLAINED = 1000  # finished requests that explain() still knows
 
 
 class Delivery:
-    """Keeps one Live record a live request, and hands out its events: to the call that owns it, or to `events`.
+    """Keeps one Live record a live request, and hands its events to the call that it belongs to.
 
-    Invariant (`check()`): there is a record for exactly the live requests of the scheduler.
+    While a step runs, its requests cannot end: what is cancelled then, by a callback of the step or by the garbage
+    collector, ends as soon as the step has.
+
+    Invariants (`check()`): there is a record for exactly the live requests of the scheduler; a call is known by its id
+    as long as one of its requests is live.
     """
 
     def __init__(self, scheduler: Scheduler, model: LanguageModel) -> None:
         self.scheduler = scheduler
         self.model = model
         self.live: dict[str, Live] = {}
-        self.events: deque[Event] = deque()  # of requests that no generate or stream call waits for
+        self.calls: dict[str, Samples] = {}
+        self.events: deque[Event] = deque()  # of submitted requests, until `step` hands them out
+        self.doomed: deque[Samples] = deque()  # cancelled where nothing may be touched; appended to from anywhere
+        self._stepping = False
         self.recent: deque[dict[str, Any]] = deque(maxlen=_EXPLAINED)
 
-    def open(self, request: Request, owned: bool, keeps_events: bool) -> Live:
+    def add(self, samples: Samples) -> None:
+        """Know a call by its id. DuplicateRequest while another one has it."""
+        if samples.id in self.calls:
+            raise DuplicateRequest(f"a request with id {samples.id!r} is still live; choose another id")
+        self.calls[samples.id] = samples
+
+    def open(self, samples: Samples, index: int) -> Live:
         """Begin the record of a request that was just queued."""
-        text = None
+        text, request = None, samples.requests[index]
         if self.model.tokenizer is not None:
             p = request.params
             text = OutputText(self.model.tokenizer.token_bytes, p.stop, p.include_stop, p.min_tokens)
-        live = self.live[request.id] = Live(request, text, owned, keeps_events)
+        live = self.live[request.id] = Live(samples, index, text)
         return live
+
+    def begin_step(self) -> None:
+        """Until `end_step` nothing but the step touches its requests. RuntimeError if one runs already."""
+        if self._stepping:
+            raise RuntimeError("a step was begun from within a step; what a step calls must not run the engine")
+        self.end_doomed()
+        self._stepping = True
+
+    def end_step(self) -> None:
+        """The step is over: end what was cancelled meanwhile."""
+        self._stepping = False
+        self.end_doomed()
+
+    def end_doomed(self) -> None:
+        """End what was cancelled where that could not be done."""
+        while self.doomed:
+            self.cancel(self.doomed.popleft())
+
+    def cancel(self, samples: Samples) -> bool:
+        """End what is live of a call with "cancelled", after the step that runs, if one does; False: nothing is."""
+        if self.calls.get(samples.id) is not samples:
+            return False
+        if self._stepping:
+            self.doomed.append(samples)
+        else:
+            self.end_call(samples, "cancelled")
+        return True
+
+    def end_call(self, samples: Samples, reason: str, error: str = "") -> None:
+        """End now what is live of a call."""
+        for request in samples.requests:
+            live = self.live.get(request.id)
+            if live is not None and live.samples is samples:
+                self.end(live, reason, error)
+        if self.calls.get(samples.id) is samples:  # of a call that was refused half way not every request ended
+            del self.calls[samples.id]
 
     def deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
         """Turn a step's tokens into text and events, and end the requests that a stop string or a grammar ended.
@@ -73,7 +123,7 @@ class Delivery:
             elif request.finish_reason is not None:
                 self._close(live, event)
             else:
-                self._hand_out(live, event)
+                live.samples.hand_out(live.index, event, None)
             event = None
 
     def end(self, live: Live, reason: str, error: str = "") -> None:
@@ -85,6 +135,14 @@ class Delivery:
     def ended(self, request: Request) -> None:
         """The scheduler has ended this request: build its output and hand out the last event."""
         self._close(self.live[request.id], Event(request.id))
+
+    def refuse(self, samples: Samples) -> None:
+        """A call whose requests could not all be queued: end those that were, and tell nobody but the caller."""
+        samples.sink = None
+        self.end_call(samples, "error", "another sample of its prompt was refused")
+        for request in samples.requests:
+            if self.scheduler.requests.get(request.id) is request:
+                self.scheduler.finish(request, "error")
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """Where a request's tokens came from. KeyError for one that is neither live nor of the last that ended."""
@@ -99,6 +157,8 @@ class Delivery:
     def check(self) -> None:
         """Assert the invariant of the class docstring."""
         check(self.live.keys() == self.scheduler.requests.keys(), "delivery and scheduler disagree on what is live")
+        live = {id(live.samples) for live in self.live.values()}
+        check(live == {id(samples) for samples in self.calls.values()}, "a call is known that has no live request")
 
     def _fail(self, request: Request, error: str) -> None:
         request.error = error
@@ -107,17 +167,14 @@ class Delivery:
 
     def _close(self, live: Live, event: Event) -> None:
         request = live.request
-        event.text += live.close(request.finish_reason or "error")
-        event.output = live.output
+        event.finish_reason = request.finish_reason or "error"
+        rest, output = live.close(event.finish_reason)
+        event.text += rest
         del self.live[request.id]
         self.recent.append(self._account(request))
-        self._hand_out(live, event)
-
-    def _hand_out(self, live: Live, event: Event) -> None:
-        if live.keeps_events:
-            live.events.append(event)
-        elif not live.owned:
-            self.events.append(event)
+        live.samples.hand_out(live.index, event, output)
+        if live.samples.output is not None:
+            del self.calls[live.samples.id]
 
     def _account(self, request: Request) -> dict[str, Any]:
         running = int(self.scheduler.state.work[request.slot]) if request.slot >= 0 else 0

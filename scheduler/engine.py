@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,14 +25,15 @@ from scheduler.capacity import default_num_pages, default_state_bytes
 from scheduler.config import SchedulerConfig
 from scheduler.delivery import Delivery
 from scheduler.drafts import Drafter
-from scheduler.intake import Prompt, make_request, tokens_of
-from scheduler.live import Live
+from scheduler.intake import Prompt, tokens_of
+from scheduler.lock import FairLock
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
 from scheduler.prefixes import build_prefix, build_resume
 from scheduler.proposer import Proposer, get_proposer
-from scheduler.request import Request, RequestOptions
+from scheduler.request import RequestOptions
 from scheduler.runner import Runner
+from scheduler.samples import Samples, Sink, make_samples
 from scheduler.scheduler import Scheduler
 from scheduler.stream import Stream
 
@@ -116,7 +116,7 @@ class Engine:
             )
         self.delivery = Delivery(self.scheduler, self.model)
         self.runner = Runner(self.model, self._storage, self.scheduler, self.sampler, self.delivery)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._ids = itertools.count()
         self._closed = False
 
@@ -140,19 +140,22 @@ class Engine:
         return run_batch(self, prompts, params, progress, options)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> Stream:
-        """Submit one request and iterate over its events as they come; closing the iterator cancels the request."""
-        return Stream(self, self.start(self.prepare(prompt, params, **options), owned=True, keeps_events=True))
+        """Submit one request and iterate over its events as they come; closing the iterator cancels the request.
+
+        With n > 1 each event says in `index` which sample it is about; the last one carries the output with all.
+        """
+        return Stream(self, self.prepare(prompt, params, **options))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> str:
         """Queue one request and return its id; its events come out of `step`.
 
         `options` (request_id, priority, namespace, stops, loops, cache_window, retain, prefix): see RequestOptions.
         InvalidRequest (a ValueError) or TypeError if it can never run, LoopsMismatch for a prefix of another depth or
-        window; nothing else is touched then.
+        window; nothing else is touched then. With n > 1 the id is that of all samples, see `stream` and Samples.
         """
-        request = self.prepare(prompt, params, **options)
-        self.start(request)
-        return request.id
+        samples = self.prepare(prompt, params, **options)
+        self.start(samples, self.delivery.events.append)
+        return samples.id
 
     def step(self) -> list[Event]:
         """Run one step; returns the events of submitted requests since the last call, an empty list when idle."""
@@ -163,13 +166,13 @@ class Engine:
             return events
 
     def cancel(self, request_id: str) -> bool:
-        """End a request now with finish_reason "cancelled"; False if it is not live (any more)."""
+        """End a request, with all its samples, now with finish_reason "cancelled"; False if it is not live (any more).
+
+        Called from within a step, by something that the step calls, it takes effect at the step's end.
+        """
         with self._lock:
-            live = self.delivery.live.get(request_id)
-            if live is None:
-                return False
-            self.delivery.end(live, "cancelled")
-            return True
+            samples = self.delivery.calls.get(request_id)
+            return samples is not None and self.delivery.cancel(samples)
 
     @property
     def has_work(self) -> bool:
@@ -275,8 +278,8 @@ class Engine:
     def close(self) -> None:
         """Cancel what is live and give the pages back; later calls raise Closed. A second close does nothing."""
         with self._lock:
-            for live in list(self.delivery.live.values()):
-                self.delivery.end(live, "cancelled")
+            for samples in list(self.delivery.calls.values()):
+                self.delivery.cancel(samples)
             self.runner.settle()
             if self.cache is not None:
                 self.cache.release()
@@ -296,10 +299,10 @@ class Engine:
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> Request:
-        """A request that was checked in every way but is not queued yet."""
+    ) -> Samples:
+        """A request, or n for n samples, that was checked in every way but is not queued yet."""
         self.require_open()
-        return make_request(self, f"request-{next(self._ids)}", prompt, params, options)
+        return make_samples(self, f"request-{next(self._ids)}", prompt, params, options)
 
     def require_open(self) -> None:
         """Closed, if this engine was."""
@@ -311,48 +314,63 @@ class Engine:
         """Compiles grammars for this model; made with the first one. See GrammarCompiler for the errors."""
         return GrammarCompiler(self.model.tokenizer, self.model.vocab_size)
 
-    def start(self, request: Request, owned: bool = False, keeps_events: bool = False) -> Live:
-        """Queue a prepared request."""
+    def start(self, samples: Samples, sink: Sink | None = None) -> None:
+        """Queue what was prepared, all of it or, if one request is refused, nothing; `sink` is given its events."""
         with self._lock:
             self.require_open()
-            first = self.runner.first_token(request)
-            if first is not None:
-                request.known = np.append(request.prompt, np.int32(first))
-            self.scheduler.add(request)
+            self.delivery.add(samples)
+            samples.sink = sink
             try:
-                live = self.delivery.open(request, owned, keeps_events)
+                for index, request in enumerate(samples.requests):
+                    first = self.runner.first_token(request)
+                    if first is not None:
+                        request.known = np.append(request.prompt, np.int32(first))
+                    self.scheduler.add(request)
+                    live = self.delivery.open(samples, index)
+                    if first is not None:
+                        self.runner.deliver_first(live, first)
             except BaseException:
-                self.scheduler.finish(request, "error")
+                self.delivery.refuse(samples)
                 raise
-            if first is not None:
-                self.runner.deliver_first(live, first)
-            return live
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
         """What every call holds while it touches pages or the model. Reentrant."""
         return self._lock
 
-    def drive(self, live: Live) -> Event | None:
-        """The next event of a request that the caller owns, running steps for all until there is one.
+    def drive(self, samples: Samples, events: Sized = ()) -> None:
+        """One step for all, unless `samples` have ended or have brought `events` meanwhile.
 
-        None when it has ended and every event was taken.
+        What nothing can move ends with "error".
         """
-        while not live.events:
-            if live.output is not None:
-                return None
-            self.drive_once(live)
-        return live.events.popleft()
-
-    def drive_once(self, live: Live) -> None:
-        """One step for all, unless `live` has ended meanwhile. A request that nothing can move ends with "error"."""
         with self._lock:
-            if live.output is None and not live.events and not self.advance():
-                self.delivery.end(
-                    live, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
+            if samples.output is None and not events and not self.advance():
+                self.delivery.end_call(
+                    samples, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
                 )
 
     def advance(self) -> bool:
         """One step for all; False if nothing could run. Takes the lock."""
         with self._lock:
-            return self.runner.advance()
+            self.delivery.begin_step()
+            try:
+                return self.runner.advance()
+            finally:
+                self.delivery.end_step()
+
+    def cancel_call(self, samples: Samples) -> None:
+        """Cancel what `prepare` made, if it was started and has not ended."""
+        with self._lock:
+            self.delivery.cancel(samples)
+
+    def abandon(self, samples: Samples) -> None:
+        """Cancel without waiting for anything: at once where nobody is at work, else when the next step begins or ends.
+
+        For what the garbage collector calls.
+        """
+        self.delivery.doomed.append(samples)
+        if self._lock.try_alone():
+            try:
+                self.delivery.end_doomed()
+            finally:
+                self._lock.__exit__()

@@ -42,7 +42,8 @@ def tokens_of(model: LanguageModel, prompt: Prompt) -> Int32:
 def make_request(
     engine: Engine, name: str, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
 ) -> Request:
-    """A request that was checked in every way; `name` is its id unless the options have one."""
+    """A request that was checked in every way; `name` is its id unless the options have one. Of `params.n` it heeds
+    nothing: see make_samples."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
@@ -55,10 +56,6 @@ def make_request(
         raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
     model = engine.model
     params.validate_for(model.vocab_size)
-    if params.n != 1:
-        raise InvalidRequest(
-            f"SamplingParams.n must be 1 here, got {params.n}: call generate, or submit params.sample(i) for each i"
-        )
     tokens = tokens_of(model, prompt)
     view = model.view(options.get("loops"), options.get("cache_window", 0))
     if prefix is not None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from paged.text import OutputText
-from scheduler.output import Event, RequestOutput
+from scheduler.output import RequestOutput
 from scheduler.request import Request
+from scheduler.samples import Samples
 
 
 class Live:
-    """One live request: output so far, and the events that its own reader has not taken yet.
+    """One live request: its output so far, and the call that it belongs to as sample `index`."""
 
-    `owned` is set where a `generate` or `stream` call waits for it; its events then go there and nowhere else.
-    """
+    __slots__ = ("index", "logprobs", "request", "samples", "text", "token_ids")
 
-    __slots__ = ("events", "keeps_events", "logprobs", "output", "owned", "request", "text", "token_ids")
-
-    def __init__(self, request: Request, text: OutputText | None, owned: bool, keeps_events: bool) -> None:
-        self.request = request
+    def __init__(self, samples: Samples, index: int, text: OutputText | None) -> None:
+        self.samples = samples
+        self.index = index
+        self.request: Request = samples.requests[index]
         self.text = text
-        self.owned = owned
-        self.keeps_events = keeps_events
         self.token_ids: list[int] = []
-        self.logprobs: list[object] | None = None if request.params.logprobs is None else []
-        self.events: deque[Event] = deque()
-        self.output: RequestOutput | None = None
+        self.logprobs: list[object] | None = None if self.request.params.logprobs is None else []
 
     def push(self, token: int, logprob: object) -> tuple[str, bool]:
         """Take one generated token; returns the text that it completed, and whether it ended the request: a stop
@@ -37,15 +31,15 @@ class Live:
         text, stopped = self.text.push(token) if self.text is not None else ("", False)
         return text, stopped or complete
 
-    def close(self, reason: str) -> str:
-        """The request has ended: build its output; returns the text that was still held back."""
+    def close(self, reason: str) -> tuple[str, RequestOutput]:
+        """The request has ended: the text that was still held back, and its output."""
         request, rest = self.request, ""
         if self.text is not None:
             try:
                 rest = self.text.flush()
             except Exception as error:  # what cannot be decoded ends this request alone
                 reason, request.error = "error", f"{type(error).__name__}: {error}"
-        self.output = RequestOutput(
+        output = RequestOutput(
             request_id=request.id,
             token_ids=self.token_ids,
             text=self.text.text if self.text is not None else "",
@@ -57,4 +51,4 @@ class Live:
             logprobs=self.logprobs,
             error=request.error,
         )
-        return rest
+        return rest, output

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -11,7 +10,8 @@ import numpy as np
 from paged.errors import InvalidRequest
 from paged.sampling import SamplingParams
 from scheduler.output import RequestOutput
-from scheduler.request import Request, RequestOptions
+from scheduler.request import RequestOptions
+from scheduler.samples import Samples
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
@@ -33,37 +33,25 @@ def prepare_batch(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     options: RequestOptions,
-) -> list[list[Request]]:
-    """The requests of each prompt, n of them. Every prompt is checked before any is queued; an error names the place
-    of the prompt that it is about."""
+) -> list[Samples]:
+    """The requests of each prompt. Every prompt is checked before any is queued; an error names the place of the
+    prompt that it is about."""
     batch = as_batch(prompts)
     each = params if isinstance(params, Sequence) else [cast(SamplingParams, params)] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts need one SamplingParams or {len(batch)} of them, got {len(each)}")
-    if options.get("request_id") is not None and sum(getattr(one, "n", 1) for one in each) > 1:
-        raise InvalidRequest("request_id names one request, and this call makes several; leave it out")
-    groups = []
+    if options.get("request_id") is not None and len(batch) > 1:
+        raise InvalidRequest(f"request_id names one request, and this call has {len(batch)} prompts; leave it out")
+    groups: list[Samples] = []
     for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
         try:
-            groups.append([engine.prepare(prompt, sample, **options) for sample in _samples(one)])
+            groups.append(engine.prepare(prompt, one, **options))
         except (ValueError, TypeError) as error:
             if len(batch) == 1:
                 raise
             error.args = (f"prompt {i} of {len(batch)}: {error}",)
             raise
     return groups
-
-
-def _samples(params: Any) -> Iterator[Any]:
-    """The parameters of each output that one prompt asks for; what are no parameters is for `prepare` to refuse."""
-    if not isinstance(params, SamplingParams) or params.n == 1:
-        return iter([params])
-    return map(params.sample, range(params.n))
-
-
-def _join(outputs: list[RequestOutput]) -> RequestOutput:
-    """The outputs of one prompt as one."""
-    return replace(outputs[0], others=tuple(outputs[1:]))
 
 
 def run_batch(
@@ -73,34 +61,30 @@ def run_batch(
     progress: bool,
     options: RequestOptions,
 ) -> list[RequestOutput]:
-    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it.
-
-    The n requests of a prompt are queued one behind the other: whichever starts first computes the prompt, the others
-    attach its full pages in the same step, or wait for them, and compute the rest of it, at most a page.
-    """
+    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it."""
     groups = prepare_batch(engine, prompts, params, options)
-    lives = [engine.start(request, owned=True) for group in groups for request in group]
+    total = sum(len(samples.requests) for samples in groups)
     bar = None
     if progress:
         from tqdm import tqdm
 
-        bar = tqdm(total=len(lives), unit="req", desc="generate", smoothing=0.1)
+        bar = tqdm(total=total, unit="req", desc="generate", smoothing=0.1)
     try:
         outputs: list[RequestOutput] = []
         stats = engine.scheduler.stats
         finished, generated = stats.num_finished, stats.generated_tokens
-        for live in lives:
-            while (output := live.output) is None:
-                engine.drive_once(live)
+        for samples in groups:
+            engine.start(samples)
+        for samples in groups:
+            while (output := samples.output) is None:
+                engine.drive(samples)
                 if bar is not None:
                     bar.set_postfix(tokens=stats.generated_tokens - generated, refresh=False)
-                    bar.update(min(len(lives), stats.num_finished - finished) - bar.n)
+                    bar.update(min(total, stats.num_finished - finished) - bar.n)
             outputs.append(output)
-        each = iter(outputs)
-        return [_join([next(each) for _ in group]) for group in groups]
+        return outputs
     finally:
-        for live in lives:
-            if live.output is None:
-                engine.cancel(live.request.id)
+        for samples in groups:
+            engine.cancel_call(samples)
         if bar is not None:
             bar.close()

@@ -42,13 +42,25 @@ class Event:
     """What one step did to one request: new tokens, the text that they completed, and the output if it has ended.
 
     text may lag behind the tokens: it holds whole characters only, and nothing that could still become a stop string.
+    With n > 1 an event is about sample `index`. finish_reason is there in the last event of each sample, the output,
+    and with it all that is to be counted, in the last event of all.
     """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
     output: RequestOutput | None = None
+    index: int = 0
+    finish_reason: str | None = None
 
     @property
     def finished(self) -> bool:
+        """Whether this is the last event of the request, with all of its samples."""
         return self.output is not None
+
+    def absorb(self, later: Event) -> None:
+        """Become what this event and a later one of the same sample say together."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        self.output = later.output
+        self.finish_reason = later.finish_reason

@@ -168,6 +168,7 @@ class Scheduler:
             request.cursor = request.prefix = None  # whoever keeps the request keeps no pages
         del self.requests[request.id]
         self.stats.num_finished += 1
+        self.stats.num_cancelled += reason == "cancelled"
 
     @property
     def has_work(self) -> bool:

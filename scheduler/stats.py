@@ -12,6 +12,7 @@ class SchedulerStats:
     num_steps: int = 0
     num_admitted: int = 0  # first admissions; a resume is not one
     num_finished: int = 0
+    num_cancelled: int = 0  # of those, the ones that were cancelled, each sample by itself
     num_preemptions: int = 0
     preempted_tokens: int = 0  # computed tokens that preempted requests gave up
     reattached_tokens: int = 0  # of those, the ones that a resume found in the cache again

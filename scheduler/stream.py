@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
-from scheduler.live import Live
 from scheduler.output import Event, RequestOutput
+from scheduler.samples import Samples
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
@@ -17,29 +18,31 @@ class Stream:
     Closing it, leaving a `with` block, or letting it be collected before the end cancels the request.
     """
 
-    def __init__(self, engine: Engine, live: Live) -> None:
+    def __init__(self, engine: Engine, samples: Samples) -> None:
         self._engine = engine
-        self._live = live
-        self.request_id = live.request.id
+        self._samples = samples
+        self._events: deque[Event] = deque()
+        self.request_id = samples.id
+        engine.start(samples, self._events.append)
 
     @property
     def output(self) -> RequestOutput | None:
         """The finished request, or None while it runs."""
-        return self._live.output
+        return self._samples.output
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Event:
-        event = self._engine.drive(self._live)
-        if event is None:
-            raise StopIteration
-        return event
+        while not self._events:
+            if self._samples.output is not None:
+                raise StopIteration
+            self._engine.drive(self._samples, self._events)
+        return self._events.popleft()
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
-        if self._live.output is None:
-            self._engine.cancel(self.request_id)
+        self._engine.cancel_call(self._samples)
 
     def __enter__(self) -> Stream:
         return self
@@ -48,4 +51,5 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if self._samples.output is None:
+            self._engine.abandon(self._samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 
 import numpy as np
@@ -10,7 +11,7 @@ from byhand import span
 from fakes import EchoHybrid, EchoModel
 from grammars import model as speaking
 
-from paged.errors import InvalidRequest
+from paged.errors import DuplicateRequest, InvalidRequest
 from scheduler import Engine, Grammar, SamplingParams
 from scheduler.model import Model
 
@@ -192,31 +193,195 @@ def test_samples_are_more_than_run_at_once_and_than_the_pool_holds() -> None:
         engine.check()
 
 
+# submit and stream -----------------------------------------------------------------------------------------------
+
+
+def told(events) -> tuple[dict[int, list[int]], dict[int, str], list]:
+    """The tokens and the reason to end that events tell of each sample, and the outputs among them."""
+    tokens, reasons, outputs = {}, {}, []
+    for event in events:
+        assert event.index not in reasons
+        tokens.setdefault(event.index, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            reasons[event.index] = event.finish_reason
+        if event.finished:
+            outputs.append(event.output)
+    return tokens, reasons, outputs
+
+
+def stepped(engine: Engine) -> list:
+    """The events of all that was submitted, to the end."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+        engine.check()
+    return events
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verb", ["submit", "stream"])
+def test_events_say_which_sample_they_are_about_and_the_last_one_carries_the_output(kind: str, verb: str) -> None:
+    params = seeded(4)
+    [want] = engine_of(KINDS[kind]()).generate([prompt_of(40)], params)
+    engine = engine_of(KINDS[kind]())
+    if verb == "submit":
+        name = engine.submit(prompt_of(40), params)
+        events = stepped(engine)
+    else:
+        stream = engine.stream(prompt_of(40), params)
+        name, events = stream.request_id, list(stream)
+        assert stream.output is events[-1].output
+    tokens, reasons, outputs = told(events)
+    assert {e.request_id for e in events} == {name}
+    assert [tokens[i] for i in range(4)] == [s.token_ids for s in want.samples]
+    assert reasons == dict.fromkeys(range(4), "length")
+    assert [o is events[-1].output for o in outputs] == [True]
+    assert [s.token_ids for s in outputs[0].samples] == [s.token_ids for s in want.samples]
+    assert outputs[0].request_id == name
+    engine.check()
+    assert engine.pool.num_live == 0
+
+
+def test_usage_comes_once_and_counts_all_samples() -> None:
+    """Case B58: 60 prompt tokens, twice, 7 tokens, n = 1 and 2, by length and by an end id, streamed or not."""
+    for n in (1, 2):
+        for stop in (None, "end id"):
+            engine = engine_of()
+            params = seeded(n, max_tokens=7)
+            if stop is not None:
+                [free] = engine.generate([prompt_of(60)], seeded(n, max_tokens=7), namespace="elsewhere")
+                ends = [s.token_ids[5] for s in free.samples]
+                params = seeded(n, max_tokens=7, stop_token_ids=ends)
+            for cached in (0, 59):
+                events = list(engine.stream(prompt_of(60), params))
+                [output] = [e.output for e in events if e.output is not None]
+                first, *others = output.samples
+                assert (first.num_prompt_tokens, first.num_cached_tokens) == (60, cached)
+                assert [s.num_cached_tokens for s in others] == [max(cached, 48)] * (n - 1)
+                completion = sum(len(s.token_ids) for s in output.samples)
+                assert completion == sum(len(e.token_ids) for e in events)
+                assert completion == 7 * n if stop is None else completion < 7 * n
+                [again] = engine.generate([prompt_of(60)], params)
+                assert [s.token_ids for s in again.samples] == [s.token_ids for s in output.samples]
+                assert {s.finish_reason for s in again.samples} == {"length" if stop is None else "stop"}
+
+
+def test_samples_of_one_step_share_the_full_pages_of_the_prompt() -> None:
+    engine = engine_of()
+    engine.submit(prompt_of(100), seeded(4), request_id="a")
+    engine.step()
+    tables = [
+        engine.scheduler.state.pages(engine.scheduler.requests[name].slot)[0].tolist()
+        for name in ("a", "a/1", "a/2", "a/3")
+    ]
+    assert len({tuple(table[:6]) for table in tables}) == 1
+    assert len({table[6] for table in tables}) == 4
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_cancel_ends_all_samples_and_counts_each(steps: int) -> None:
+    engine = engine_of(max_num_seqs=3)
+    engine.submit(prompt_of(40), seeded(5), request_id="a")
+    engine.submit(prompt_of(20), seeded(1), request_id="b")
+    events = [event for _ in range(steps) for event in engine.step()]
+    assert engine.cancel("a") and not engine.cancel("a")
+    engine.check()
+    events += stepped(engine)
+    _, reasons, [output] = told(e for e in events if e.request_id == "a")
+    assert reasons == dict.fromkeys(range(5), "cancelled")
+    assert [s.finish_reason for s in output.samples] == ["cancelled"] * 5
+    assert engine.stats()["num_cancelled"] == 5
+    [b] = [e.output for e in events if e.request_id == "b" and e.finished]
+    assert b.token_ids == engine_of().generate([prompt_of(20)], seeded(1))[0].token_ids
+    assert engine.pool.num_live == 0
+
+
+def test_samples_that_ended_before_the_cancel_keep_their_reason() -> None:
+    engine = engine_of()
+    [free] = engine.generate([prompt_of(20)], seeded(3), namespace="elsewhere")
+    end = free.samples[0].token_ids[2]
+    assert end not in free.samples[1].token_ids[:6] + free.samples[2].token_ids[:6]
+    engine.submit(prompt_of(20), seeded(3, stop_token_ids=[end]), request_id="a")
+    events = [event for _ in range(5) for event in engine.step()]
+    assert told(events)[1] == {0: "stop"}
+    assert engine.cancel("a")
+    events += engine.step()
+    assert told(events)[1] == {0: "stop", 1: "cancelled", 2: "cancelled"}
+    assert events[-1].output.samples[0].token_ids == free.samples[0].token_ids[:2]
+
+
+def test_an_id_is_taken_until_the_last_sample_has_ended() -> None:
+    engine = engine_of()
+    [free] = engine.generate([prompt_of(20)], seeded(2), namespace="elsewhere")
+    ends = seeded(2, stop_token_ids=[free.samples[0].token_ids[2]])
+    assert free.samples[0].token_ids[2] not in free.samples[1].token_ids
+    engine.submit(prompt_of(20), ends, request_id="a")
+    events = [event for _ in range(5) for event in engine.step()]
+    assert told(events)[1] == {0: "stop"} and "a" not in engine.scheduler.requests
+    for name in ("a", "a/1"):
+        with pytest.raises(DuplicateRequest, match=f"'{name}' is still live"):
+            engine.submit([1], request_id=name)
+    stepped(engine)
+    assert engine.submit([1], seeded(1), request_id="a") == "a"
+
+
+def test_samples_whose_names_are_taken_are_refused_all_together() -> None:
+    engine = engine_of()
+    engine.submit([1, 2], seeded(1), request_id="a/2")
+    with pytest.raises(DuplicateRequest, match="'a/2' is still live"):
+        engine.submit(prompt_of(20), seeded(4), request_id="a")
+    engine.check()
+    assert list(engine.scheduler.requests) == ["a/2"]
+    events = stepped(engine)
+    assert {e.request_id for e in events} == {"a/2"}
+    assert engine.stats()["num_cancelled"] == 0
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_a_stream_of_samples_that_is_left_cancels_all(how: str) -> None:
+    engine = engine_of()
+    stream = engine.stream(prompt_of(40), seeded(3, max_tokens=50))
+    for _ in range(4):
+        next(stream)
+    if how == "close":
+        stream.close()
+    del stream
+    gc.collect()
+    assert not engine.has_work and engine.pool.num_live == 0
+    assert engine.stats()["num_cancelled"] == 3
+    engine.check()
+
+
+def test_a_bad_row_ends_its_sample_with_an_error_and_no_other() -> None:
+    engine = engine_of()
+    [want] = engine_of().generate([prompt_of(40)], seeded(3))
+    forward, calls = engine.model.forward, []
+
+    def poisoned(batch, storage):
+        logits = forward(batch, storage)
+        calls.append(len(logits))
+        if len(calls) == 5:
+            logits[1] = float("nan")
+        return logits
+
+    engine.model.forward = poisoned  # type: ignore[method-assign]
+    *_, last = engine.stream(prompt_of(40), seeded(3))
+    assert [s.finish_reason for s in last.output.samples] == ["length", "error", "length"]
+    for i in (0, 2):
+        assert last.output.samples[i].token_ids == want.samples[i].token_ids
+    assert last.output.samples[1].token_ids == want.samples[1].token_ids[:4]
+
+
 # Elsewhere -------------------------------------------------------------------------------------------------------
 
 
-def test_submit_and_stream_refuse_more_than_one_and_say_what_to_do() -> None:
+def test_a_request_id_for_several_prompts_is_refused_before_any_is_queued() -> None:
     engine = engine_of()
-    for call in (engine.submit, engine.stream):
-        with pytest.raises(InvalidRequest, match=r"n must be 1 here, got 3: call generate, or submit params.sample"):
-            call([1, 2], seeded(3))
+    with pytest.raises(InvalidRequest, match="request_id names one request, and this call has 2 prompts"):
+        engine.generate([[1], [2]], seeded(2), request_id="mine")
     assert not engine.has_work
-    names = [engine.submit([1, 2], seeded(3).sample(i)) for i in range(3)]  # what it says works
-    ended = {}
-    while engine.has_work:
-        ended.update({e.request_id: e.output for e in engine.step() if e.output})
-    [output] = engine.generate([[1, 2]], seeded(3))
-    assert [ended[name].token_ids for name in names] == [s.token_ids for s in output.samples]
-
-
-@pytest.mark.parametrize(("prompts", "n"), [([[1, 2]], 2), ([[1], [2]], 1)])
-def test_a_request_id_for_several_requests_is_refused_before_any_is_queued(prompts: list, n: int) -> None:
-    engine = engine_of()
-    with pytest.raises(InvalidRequest, match="request_id names one request"):
-        engine.generate(prompts, seeded(n), request_id="mine")
-    assert not engine.has_work
-    [output] = engine.generate(prompts[:1], seeded(1), request_id="mine")
-    assert output.request_id == "mine"
+    [output] = engine.generate([[1]], seeded(3), request_id="mine")
+    assert [s.request_id for s in output.samples] == ["mine", "mine/1", "mine/2"]
 
 
 def test_samples_start_from_a_prefix_that_the_caller_keeps() -> None:
