@@ -15,6 +15,7 @@
     ├── StateMismatch (RuntimeError)      rows at a position that the recurrent state of their slot has not reached
     ├── LoopsMismatch (RuntimeError)      a handle was built at another depth
     ├── Closed (RuntimeError)             the model or engine was closed
+    ├── Draining (RuntimeError)           the engine finishes what it has and takes nothing new
     ├── RequestFailed (RuntimeError)      a request ended with "error"; the message says why
     ├── NativeMissing (ImportError)       the compiled module is not there, or not loadable
     ├── ExtraMissing (ImportError)        an optional package is asked for and not installed
@@ -89,6 +90,10 @@ class LoopsMismatch(PagedError, RuntimeError):
 
 class Closed(PagedError, RuntimeError):
     """The object was closed."""
+
+
+class Draining(PagedError, RuntimeError):
+    """The engine is about to end: it finishes the requests that it has and takes no new ones."""
 
 
 class RequestFailed(PagedError, RuntimeError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paged.grammar import Grammar
     from paged.sampling import SamplingParams
+    from scheduler.async_engine import AsyncEngine
     from scheduler.config import SchedulerConfig
     from scheduler.engine import Engine
     from scheduler.model import Model
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from scheduler.step import StepPlan
 
 _HOME = {
+    "AsyncEngine": "scheduler.async_engine",
     "Engine": "scheduler.engine",
     "Event": "scheduler.output",
     "Model": "scheduler.model",
@@ -36,6 +38,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "Engine",
     "Event",
     "Grammar",

@@ -50,8 +50,11 @@ class Samples:
             if len(self._ended) == len(self.requests):
                 outputs = [self._ended[i] for i in range(len(self.requests))]
                 event.output = self.output = replace(outputs[0], others=tuple(outputs[1:]))
-        if self.sink is not None:
-            self.sink(event)
+        sink = self.sink
+        if self.output is not None:
+            self.sink = None  # which may hold this object
+        if sink is not None:
+            sink(event)
 
 
 def make_samples(
