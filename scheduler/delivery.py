@@ -35,7 +35,7 @@ class Delivery:
         self.calls: dict[str, Samples] = {}
         self.events: deque[Event] = deque()  # of submitted requests, until `step` hands them out
         self.doomed: deque[Samples] = deque()  # cancelled where nothing may be touched; appended to from anywhere
-        self._stepping = False
+        self.stepping = False
         self.recent: deque[dict[str, Any]] = deque(maxlen=_EXPLAINED)
 
     def add(self, samples: Samples) -> None:
@@ -55,14 +55,14 @@ class Delivery:
 
     def begin_step(self) -> None:
         """Until `end_step` nothing but the step touches its requests. RuntimeError if one runs already."""
-        if self._stepping:
+        if self.stepping:
             raise RuntimeError("a step was begun from within a step; what a step calls must not run the engine")
         self.end_doomed()
-        self._stepping = True
+        self.stepping = True
 
     def end_step(self) -> None:
         """The step is over: end what was cancelled meanwhile."""
-        self._stepping = False
+        self.stepping = False
         self.end_doomed()
 
     def end_doomed(self) -> None:
@@ -74,7 +74,7 @@ class Delivery:
         """End what is live of a call with "cancelled", after the step that runs, if one does; False: nothing is."""
         if self.calls.get(samples.id) is not samples:
             return False
-        if self._stepping:
+        if self.stepping:
             self.doomed.append(samples)
         else:
             self.end_call(samples, "cancelled")

@@ -172,7 +172,7 @@ class Engine:
         """
         with self._lock:
             samples = self.delivery.calls.get(request_id)
-            return samples is not None and self.delivery.cancel(samples)
+            return samples is not None and self.cancel_call(samples)
 
     @property
     def has_work(self) -> bool:
@@ -357,11 +357,14 @@ class Engine:
                 return self.runner.advance()
             finally:
                 self.delivery.end_step()
+                self._rest()
 
-    def cancel_call(self, samples: Samples) -> None:
-        """Cancel what `prepare` made, if it was started and has not ended."""
+    def cancel_call(self, samples: Samples) -> bool:
+        """Cancel what `prepare` made; False if it was not started or has ended."""
         with self._lock:
-            self.delivery.cancel(samples)
+            done = self.delivery.cancel(samples)
+            self._rest()
+            return done
 
     def abandon(self, samples: Samples) -> None:
         """Cancel without waiting for anything: at once where nobody is at work, else when the next step begins or ends.
@@ -372,5 +375,11 @@ class Engine:
         if self._lock.try_alone():
             try:
                 self.delivery.end_doomed()
+                self._rest()
             finally:
                 self._lock.__exit__()
+
+    def _rest(self) -> None:
+        """Where the last request is gone, end a step that was begun ahead: nobody else would give its pages back."""
+        if not self.scheduler.requests and not self.delivery.stepping:
+            self.runner.settle()

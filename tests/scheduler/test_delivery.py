@@ -6,10 +6,10 @@ import gc
 
 import pytest
 from byhand import span
-from fakes import EchoModel
+from fakes import ByteTokenizer, EchoModel, ScriptModel
 
 from paged.errors import Closed
-from scheduler import Engine, SamplingParams
+from scheduler import Engine, SamplingParams, SchedulerConfig
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -110,3 +110,32 @@ def test_closing_from_within_a_step_gives_all_pages_back_at_its_end() -> None:
     assert engine.pool.num_free == 32 and not engine.has_work
     with pytest.raises(Closed):
         engine.submit([1])
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "collect"])
+def test_pages_come_back_without_another_step_where_one_was_begun_ahead(how: str) -> None:
+    engine = Engine(EchoModel(), num_pages=32, config=SchedulerConfig(max_num_seqs=4, plan_ahead=True))
+    stream = engine.stream(span(0, 20), SamplingParams(max_tokens=50))
+    next(stream)
+    next(stream)
+    if how == "cancel":
+        engine.cancel(stream.request_id)
+    elif how == "close":
+        stream.close()
+    else:
+        del stream
+        gc.collect()
+    assert engine.pool.num_live == 0
+    engine.check()
+    [output] = engine.generate([span(0, 20)], PARAMS)
+    assert output.token_ids == engine.model.greedy(span(0, 20), 8)
+
+
+def test_pages_come_back_where_a_text_ended_the_last_request_and_a_step_was_begun_ahead() -> None:
+    model = ScriptModel([1, 2, 3, 4, 5, 6])
+    model.tokenizer = ByteTokenizer([b"", b"a", b"b", b"c", b"d", b"e", b"f"])
+    engine = Engine(model, num_pages=32, config=SchedulerConfig(max_num_seqs=4, plan_ahead=True))
+    [output] = engine.generate([ScriptModel.prompt(5)], SamplingParams(max_tokens=20, stop="cd"))
+    assert output.text == "ab"
+    assert engine.pool.num_live == 0
+    engine.check()

@@ -1,0 +1,139 @@
+"""What happens to requests, as events, and the hub that tells them and the page events to whoever subscribed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paged.prefix.events import CacheEvent
+from paged.prefix.tree import PageTree
+from scheduler.request import Request
+from scheduler.stats import SchedulerStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request got a slot. `num_cached_tokens` were attached instead of computed; after a preemption it `resumed`."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request gave its pages up and waits again; `num_tokens` is what it knows, prompt and output."""
+
+    request_id: str
+    num_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended. See RequestOutput for the reasons and the counts."""
+
+    request_id: str
+    reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    error: str
+
+
+RequestEvent = Admitted | Preempted | Finished
+Told = TypeVar("Told", RequestEvent, CacheEvent)
+
+
+class Subscribers:
+    """Tells request events when the step that they come from is over, and page events as they happen.
+
+    A callback runs in the thread that took the engine's lock. One that fails misses that event, is counted
+    (`num_callback_errors`; the log has its first failure) and is called again with the next; no request notices. With
+    nobody there, a step pays for one comparison.
+    """
+
+    def __init__(self, stats: SchedulerStats, cache: PageTree | None) -> None:
+        self.stats = stats
+        self.cache = cache
+        self.requests: list[Callable[[RequestEvent], object]] = []
+        self.pages: list[Callable[[CacheEvent], object]] = []
+        self._waiting: deque[RequestEvent] = deque()
+        self._failed: set[int] = set()  # ids of callbacks whose failure the log has
+
+    def add(self, callback: Callable[[RequestEvent], object]) -> Callable[[], None]:
+        """Tell `callback` of requests; returns what ends that."""
+        self.requests = [*self.requests, callback]  # a new list: the old one may be gone through right now
+
+        def remove() -> None:
+            self.requests = [other for other in self.requests if other is not callback]
+            self._failed.discard(id(callback))
+
+        return remove
+
+    def add_pages(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
+        """Tell `callback` of cached pages; returns what ends that. RuntimeError if there is no cache of pages."""
+        if self.cache is None:
+            raise RuntimeError("this engine was made with prefix_cache=False: no page event will ever come")
+        self.pages = [*self.pages, callback]
+        self.cache.listen = self._tell_pages
+
+        def remove() -> None:
+            assert self.cache is not None
+            self.pages = [other for other in self.pages if other is not callback]
+            self._failed.discard(id(callback))
+            if not self.pages:
+                self.cache.listen = None  # the cache has a shorter way where nobody listens
+
+        return remove
+
+    def admitted(self, request: Request, matched: int) -> None:
+        """Note that `request` got a slot with `matched` tokens attached."""
+        self._waiting.append(Admitted(request.id, request.num_prompt, matched, request.num_preemptions > 0))
+
+    def preempted(self, request: Request) -> None:
+        """Note that `request` waits again."""
+        self._waiting.append(Preempted(request.id, len(request.known), request.num_preemptions))
+
+    def finished(self, request: Request, reason: str, num_generated: int) -> None:
+        """Note that `request` has ended."""
+        self._waiting.append(
+            Finished(
+                request.id,
+                reason,
+                request.num_prompt,
+                request.num_cached_tokens,
+                request.num_computed_tokens,
+                num_generated,
+                request.num_preemptions,
+                request.error,
+            )
+        )
+
+    def tell(self) -> None:
+        """Call back with what was noted. A callback may call the engine: no step runs now."""
+        while self._waiting:
+            event = self._waiting.popleft()
+            for callback in self.requests:
+                self._call(callback, event)
+
+    def _tell_pages(self, event: CacheEvent) -> None:
+        for callback in self.pages:
+            self._call(callback, event)
+
+    def _call(self, callback: Callable[[Told], object], event: Told) -> None:
+        try:
+            callback(event)
+        except Exception:
+            self.stats.num_callback_errors += 1
+            if id(callback) not in self._failed:
+                self._failed.add(id(callback))
+                log.exception("a subscriber failed with %s; it is called again with the next event", event)
