@@ -132,8 +132,12 @@ class AsyncEngine:
         """Counters and gauges, all plain numbers, as they are between two steps. See Engine.stats."""
         return await self._between_steps(self.engine.stats)
 
+    async def metrics_text(self) -> str:
+        """All counters, gauges and latencies as the text that Prometheus reads. Needs the extra `metrics`."""
+        return await self._between_steps(self.engine.metrics_text)
+
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Where a request's tokens came from. See Engine.explain."""
+        """Where a request's tokens and its time went. See Engine.explain."""
         return await self._between_steps(lambda: self.engine.explain(request_id))
 
     async def check(self) -> None:

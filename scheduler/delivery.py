@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from time import perf_counter
 from typing import Any
 
 from paged.errors import DuplicateRequest, check
 from paged.models.base import LanguageModel
 from paged.sampler import Sampled
 from paged.text import OutputText
+from scheduler.events import Subscribers
+from scheduler.latency import Latencies
 from scheduler.live import Live
 from scheduler.output import Event
 from scheduler.request import Request
 from scheduler.samples import Samples
 from scheduler.scheduler import Scheduler, StepResult
+from scheduler.step import StepPlan
 
 _EXPLAINED = 1000  # finished requests that explain() still knows
 
@@ -37,6 +41,8 @@ class Delivery:
         self.doomed: deque[Samples] = deque()  # cancelled where nothing may be touched; appended to from anywhere
         self.stepping = False
         self.recent: deque[dict[str, Any]] = deque(maxlen=_EXPLAINED)
+        self.subscribers = Subscribers(scheduler.stats, scheduler.cache)
+        self.latencies = Latencies()
 
     def add(self, samples: Samples) -> None:
         """Know a call by its id. DuplicateRequest while another one has it."""
@@ -89,6 +95,19 @@ class Delivery:
         if self.calls.get(samples.id) is samples:  # of a call that was refused half way not every request ended
             del self.calls[samples.id]
 
+    def planned(self, plan: StepPlan) -> None:
+        """A step was planned: note who starts with it and who had to give way. Costs nothing where nobody does."""
+        if plan.admitted:
+            now, computed = perf_counter(), self.scheduler.state.computed
+            for request in plan.admitted:
+                live = self.live[request.id]
+                live.times.admitted = live.times.admitted or now
+                if self.subscribers.requests:
+                    self.subscribers.admitted(request, int(computed[request.slot]))
+        if plan.preempted and self.subscribers.requests:
+            for request in plan.preempted:
+                self.subscribers.preempted(request)
+
     def deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
         """Turn a step's tokens into text and events, and end the requests that a stop string or a grammar ended.
 
@@ -96,10 +115,13 @@ class Delivery:
         """
         requests, rows = result.requests, result.rows
         event: Event | None = None
+        now = perf_counter()
         for i, (request, token) in enumerate(zip(requests, result.tokens.tolist(), strict=True)):
             live = self.live.get(request.id)
             if live is None or live.request is not request:
                 continue
+            if not live.token_ids:
+                live.times.first_token = now
             event = event or Event(request.id)
             row = i if rows is None else int(rows[i])
             last = i + 1 == len(requests) or requests[i + 1] is not request
@@ -145,10 +167,13 @@ class Delivery:
                 self.scheduler.finish(request, "error")
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Where a request's tokens came from. KeyError for one that is neither live nor of the last that ended."""
+        """Where a request's tokens and its time went. KeyError for one that is neither live nor of the last that ended.
+
+        num_evicted_tokens were computed for it, given up by a preemption, and evicted before it resumed.
+        """
         live = self.live.get(request_id)
         if live is not None:
-            return self._account(live.request)
+            return self._account(live)
         for record in reversed(self.recent):
             if record["request_id"] == request_id:
                 return dict(record)
@@ -171,12 +196,17 @@ class Delivery:
         rest, output = live.close(event.finish_reason)
         event.text += rest
         del self.live[request.id]
-        self.recent.append(self._account(request))
+        live.times.ended = perf_counter()
+        self.recent.append(self._account(live))
+        self.latencies.record(live.times, len(live.token_ids), event.finish_reason in ("stop", "length"))
+        if self.subscribers.requests:
+            self.subscribers.finished(request, event.finish_reason, len(live.token_ids))
         live.samples.hand_out(live.index, event, output)
         if live.samples.output is not None:
             del self.calls[live.samples.id]
 
-    def _account(self, request: Request) -> dict[str, Any]:
+    def _account(self, live: Live) -> dict[str, Any]:
+        request, times = live.request, live.times
         running = int(self.scheduler.state.work[request.slot]) if request.slot >= 0 else 0
         return {
             "request_id": request.id,
@@ -188,5 +218,20 @@ class Delivery:
             "num_computed_tokens": request.num_computed_tokens + running,
             "num_preemptions": request.num_preemptions,
             "num_reattached_tokens": request.num_reattached_tokens,
+            "num_evicted_tokens": max(0, request.num_preempted_tokens - request.num_reattached_tokens),
             "num_bypassed": request.num_bypassed,
+            "stop_reason": _stop_reason(live),
+            "wait_s": times.wait_s,
+            "time_to_first_token_s": times.first_token_s,
+            "end_to_end_s": times.end_to_end_s,
         }
+
+
+def _stop_reason(live: Live) -> str | None:
+    """What ended a request: its token, text or limit; None while it runs, and where `finish_reason` says all."""
+    request = live.request
+    if request.finish_reason == "length":
+        return f"limit of {request.limit} tokens"
+    if request.finish_reason == "stop":
+        return live.stopped_by or (f"token {request.known[-1]}" if request.slot < 0 else "token")
+    return None

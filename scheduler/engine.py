@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from paged.matcher import GrammarCompiler
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
 from paged.prefix.cache import PrefixCache
+from paged.prefix.events import CacheEvent
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.resume import ResumeHandle
 from paged.sampler import Sampler
@@ -25,8 +26,10 @@ from scheduler.capacity import default_num_pages, default_state_bytes
 from scheduler.config import SchedulerConfig
 from scheduler.delivery import Delivery
 from scheduler.drafts import Drafter
+from scheduler.events import RequestEvent
 from scheduler.intake import Prompt, tokens_of
 from scheduler.lock import FairLock
+from scheduler.metrics import metrics_text
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
 from scheduler.prefixes import build_prefix, build_resume
@@ -240,6 +243,24 @@ class Engine:
                 self.cache.release()
             self.pool.fingerprint = self.model.fingerprint
 
+    def subscribe(self, callback: Callable[[RequestEvent], object]) -> Callable[[], None]:
+        """Tell `callback` of requests as they are Admitted, Preempted and Finished; returns what ends that.
+
+        It is called between two steps, by whichever thread runs them, and may call the engine, to submit a request for
+        example; it must not wait for another thread that does. What fails in it is counted and touches nobody.
+        """
+        with self._lock:
+            return self.delivery.subscribers.add(callback)
+
+    def subscribe_pages(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
+        """Tell `callback` of cached pages as they are stored and removed; returns what ends that.
+
+        It is called in the middle of a step and must not call the engine. See paged.prefix.events, whose PageMirror
+        rebuilds the index from these events. RuntimeError with prefix_cache=False.
+        """
+        with self._lock:
+            return self.delivery.subscribers.add_pages(callback)
+
     # Reading --------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -263,8 +284,17 @@ class Engine:
                     numbers.update({name: getattr(stats, name) for name in stats.__slots__})
             return numbers
 
+    def metrics_text(self) -> str:
+        """All counters, gauges and latencies as the text that Prometheus reads. Needs the extra `metrics`."""
+        with self._lock:
+            return metrics_text(self)
+
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Where a request's tokens came from: live requests, and the last 1000 that ended. KeyError for others."""
+        """Where a request's tokens and its time went: live requests, and the last 1000 that ended. KeyError for others.
+
+        num_evicted_tokens were computed for it, given up by a preemption, and evicted before it resumed; stop_reason is
+        the token, text or limit that ended it. Times are in seconds, None for what has not happened.
+        """
         with self._lock:
             return self.delivery.explain(request_id)
 
@@ -280,7 +310,7 @@ class Engine:
         with self._lock:
             for samples in list(self.delivery.calls.values()):
                 self.delivery.cancel(samples)
-            self.runner.settle()
+            self._settle()
             if self.cache is not None:
                 self.cache.release()
             self._closed = True
@@ -332,6 +362,8 @@ class Engine:
             except BaseException:
                 self.delivery.refuse(samples)
                 raise
+            finally:
+                self._settle()
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
@@ -348,6 +380,7 @@ class Engine:
                 self.delivery.end_call(
                     samples, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
                 )
+                self._settle()
 
     def advance(self) -> bool:
         """One step for all; False if nothing could run. Takes the lock."""
@@ -357,13 +390,13 @@ class Engine:
                 return self.runner.advance()
             finally:
                 self.delivery.end_step()
-                self._rest()
+                self._settle()
 
     def cancel_call(self, samples: Samples) -> bool:
         """Cancel what `prepare` made; False if it was not started or has ended."""
         with self._lock:
             done = self.delivery.cancel(samples)
-            self._rest()
+            self._settle()
             return done
 
     def abandon(self, samples: Samples) -> None:
@@ -375,11 +408,16 @@ class Engine:
         if self._lock.try_alone():
             try:
                 self.delivery.end_doomed()
-                self._rest()
+                self._settle(tell=False)  # nobody is to be called in the middle of whatever this thread does
             finally:
                 self._lock.__exit__()
 
-    def _rest(self) -> None:
-        """Where the last request is gone, end a step that was begun ahead: nobody else would give its pages back."""
-        if not self.scheduler.requests and not self.delivery.stepping:
+    def _settle(self, tell: bool = True) -> None:
+        """After what may have ended a request: call subscribers; and where it was the last one, end a step that was
+        begun ahead, since nobody else would give its pages back."""
+        if self.delivery.stepping:
+            return
+        if not self.scheduler.requests:
             self.runner.settle()
+        if tell:
+            self.delivery.subscribers.tell()

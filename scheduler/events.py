@@ -67,6 +67,7 @@ class Subscribers:
         self.requests: list[Callable[[RequestEvent], object]] = []
         self.pages: list[Callable[[CacheEvent], object]] = []
         self._waiting: deque[RequestEvent] = deque()
+        self._telling = False
         self._failed: set[int] = set()  # ids of callbacks whose failure the log has
 
     def add(self, callback: Callable[[RequestEvent], object]) -> Callable[[], None]:
@@ -120,10 +121,16 @@ class Subscribers:
 
     def tell(self) -> None:
         """Call back with what was noted. A callback may call the engine: no step runs now."""
-        while self._waiting:
-            event = self._waiting.popleft()
-            for callback in self.requests:
-                self._call(callback, event)
+        if self._telling:  # a callback called the engine: what comes of that is told behind this event
+            return
+        self._telling = True
+        try:
+            while self._waiting:
+                event = self._waiting.popleft()
+                for callback in self.requests:
+                    self._call(callback, event)
+        finally:
+            self._telling = False
 
     def _tell_pages(self, event: CacheEvent) -> None:
         for callback in self.pages:

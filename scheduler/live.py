@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 from paged.text import OutputText
+from scheduler.latency import Times
 from scheduler.output import RequestOutput
 from scheduler.request import Request
 from scheduler.samples import Samples
 
 
 class Live:
-    """One live request: its output so far, and the call that it belongs to as sample `index`."""
+    """One live request: its output so far, and the call that it belongs to as sample `index`.
 
-    __slots__ = ("index", "logprobs", "request", "samples", "text", "token_ids")
+    `times` are when it was queued, first admitted, got its first token, and ended, in seconds of `perf_counter`; 0.0
+    for what has not happened.
+    """
+
+    __slots__ = ("index", "logprobs", "request", "samples", "stopped_by", "text", "times", "token_ids")
 
     def __init__(self, samples: Samples, index: int, text: OutputText | None) -> None:
         self.samples = samples
         self.index = index
         self.request: Request = samples.requests[index]
         self.text = text
+        self.times = Times(perf_counter())
+        self.stopped_by = ""  # "stop string" or "grammar", where one of them ended it
         self.token_ids: list[int] = []
         self.logprobs: list[object] | None = None if self.request.params.logprobs is None else []
 
@@ -29,6 +38,8 @@ class Live:
             self.logprobs.append(logprob)
         complete = self.request.matcher is not None and self.request.matcher.accept(token)
         text, stopped = self.text.push(token) if self.text is not None else ("", False)
+        if stopped or complete:
+            self.stopped_by = "stop string" if stopped else "grammar"
         return text, stopped or complete
 
     def close(self, reason: str) -> tuple[str, RequestOutput]:

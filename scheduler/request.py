@@ -104,6 +104,7 @@ class Request:
     num_reattached_tokens: int = 0  # attached again after preemptions
     num_computed_tokens: int = 0  # rows computed for it, recomputation included
     num_preemptions: int = 0
+    num_preempted_tokens: int = 0  # computed tokens that it gave up with its pages
     num_bypassed: int = 0  # passes in which later requests were admitted before it
 
     @property

@@ -82,6 +82,7 @@ class Runner:
         if plan is None:
             return None
         try:
+            self.delivery.planned(plan)
             for request in plan.admitted:
                 self._assign(request)
             return plan, self.model.forward(plan.batch, self.storage)

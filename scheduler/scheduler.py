@@ -385,7 +385,9 @@ class Scheduler:
         """Take a running request's pages and queue it again at its old place; its full pages stay in the cache."""
         check(request.state == RequestState.RUNNING, "preempt() of a request that does not run")
         self.stats.num_preemptions += 1
-        self.stats.preempted_tokens += int(self.state.computed[request.slot])
+        given_up = int(self.state.computed[request.slot])
+        self.stats.preempted_tokens += given_up
+        request.num_preempted_tokens += given_up
         request.num_preemptions += 1
         request.num_computed_tokens += int(self.state.work[request.slot])
         self._vacate(request, preempted=True)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paged.counters import counter
+
 
 @dataclass(slots=True)
 class PrefixStats:
-    """What happened to the cache since it was made; each counter counts pages unless it says otherwise."""
+    """What happened to the cache since it was made; each counter says what it counts."""
 
-    num_queries: int = 0  # prompts that were looked up in order to attach
-    query_tokens: int = 0  # their tokens
-    hit_tokens: int = 0  # tokens that were attached instead of computed
-    hit_pages: int = 0
-    partial_hits: int = 0  # prompts that also copied rows of a page that goes on otherwise
-    inserted_pages: int = 0
-    merged_pages: int = 0  # computed twice; the second copy was given back
-    evicted_pages: int = 0
-    num_collisions: int = 0  # a key was taken by other tokens: that page stays uncached
-    load_refused: int = 0  # of loaded files: no page was free for them, or no budget, or their key was taken
-    # Of models with recurrent state; these count checkpoints:
-    checkpoint_hits: int = 0
-    checkpoint_inserts: int = 0
-    checkpoint_evictions: int = 0
-    checkpoints_refused: int = 0  # no memory was left for the copy of the state or of the last partial page
+    num_queries: int = counter("Prompts that were looked up in order to attach.")
+    query_tokens: int = counter("Tokens of the prompts that were looked up.")
+    hit_tokens: int = counter("Tokens that were attached instead of computed.")
+    hit_pages: int = counter("Pages that were attached.")
+    partial_hits: int = counter("Prompts that also copied rows of a page that goes on otherwise.")
+    inserted_pages: int = counter("Pages that entered the cache.")
+    merged_pages: int = counter("Pages that were computed twice; the second copy was given back.")
+    evicted_pages: int = counter("Pages that went for room.")
+    num_collisions: int = counter("Pages that stay uncached since their key was taken by other tokens.")
+    load_refused: int = counter("Pages of loaded files with no free page or budget for them, or whose key was taken.")
+    # Of models with recurrent state:
+    checkpoint_hits: int = counter("Prompts that attached a checkpoint.")
+    checkpoint_inserts: int = counter("Checkpoints that were kept.")
+    checkpoint_evictions: int = counter("Checkpoints that went for room.")
+    checkpoints_refused: int = counter("Checkpoints that no memory was left for.")
 
 
 @dataclass(slots=True)
