@@ -69,7 +69,7 @@ def test_a_thread_that_submits_does_not_wait_for_the_work_of_others_to_end() -> 
     engine.subscribe(lambda event: ended_at.append(event.request_id) if isinstance(event, Finished) else began.set())
 
     def long() -> None:
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3000), request_id="long")
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=600), request_id="long")
 
     def short() -> None:
         assert began.wait(PATIENCE_S)

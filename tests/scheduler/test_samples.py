@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import asdict
 
 import numpy as np
@@ -370,6 +371,24 @@ def test_a_bad_row_ends_its_sample_with_an_error_and_no_other() -> None:
     for i in (0, 2):
         assert last.output.samples[i].token_ids == want.samples[i].token_ids
     assert last.output.samples[1].token_ids == want.samples[1].token_ids[:4]
+
+
+def test_a_call_that_has_ended_is_gone_without_the_garbage_collector() -> None:
+    """What is given its events may hold it, and is let go with the last one."""
+    engine = engine_of()
+    samples = engine.prepare(prompt_of(20), seeded(3))
+    held = []
+    engine.start(samples, lambda event, samples=samples: held.append((event.index, samples.id)))
+    dead = weakref.ref(samples)
+    gc.collect()
+    gc.disable()
+    try:
+        del samples
+        while engine.has_work:
+            engine.step()
+        assert len(held) == 36 and dead() is None
+    finally:
+        gc.enable()
 
 
 # Elsewhere -------------------------------------------------------------------------------------------------------
