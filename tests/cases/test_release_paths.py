@@ -30,7 +30,7 @@ def engine_of(model, cache: bool, ahead: bool, num_pages: int = 40) -> Engine:
     return Engine(model, num_pages=num_pages, config=config, prefix_cache=cache)
 
 
-def expect_all_back(engine: Engine, closed: bool = False) -> None:
+def expect_all_back(engine: Engine) -> None:
     engine.check()
     pool, scheduler = engine.pool, engine.scheduler
     assert pool.num_live == 0
