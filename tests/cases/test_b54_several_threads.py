@@ -63,7 +63,7 @@ def test_eight_threads_with_twenty_blocking_calls_beside_a_half_read_stream_and_
 
 
 def test_a_thread_that_submits_does_not_wait_for_the_work_of_others_to_end() -> None:
-    """With a lock that is not fair, a thread that runs steps keeps it until its own batch is done."""
+    """Its requests run in the steps of the other thread, and end before that one's does."""
     engine = Engine(EchoModel(max_seq_len=4096), num_pages=600, max_num_seqs=4)
     began, ended_at = threading.Event(), []
     engine.subscribe(lambda event: ended_at.append(event.request_id) if isinstance(event, Finished) else began.set())

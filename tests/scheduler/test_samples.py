@@ -311,6 +311,18 @@ def test_samples_that_ended_before_the_cancel_keep_their_reason() -> None:
     assert events[-1].output.samples[0].token_ids == free.samples[0].token_ids[:2]
 
 
+def test_the_output_comes_with_the_event_that_ends_the_last_sample_whichever_that_is() -> None:
+    engine = engine_of()
+    [free] = engine.generate([prompt_of(20)], seeded(3), namespace="elsewhere")
+    end = free.samples[2].token_ids[4]
+    assert end not in free.samples[0].token_ids[:6] + free.samples[1].token_ids[:6]
+    events = list(engine.stream(prompt_of(20), seeded(3, stop_token_ids=[end])))
+    order = [e.index for e in events if e.finish_reason is not None]
+    assert order[0] == 2 and sorted(order) == [0, 1, 2]
+    assert [e.finished for e in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1].output.samples[2].token_ids == free.samples[2].token_ids[:4]
+
+
 def test_an_id_is_taken_until_the_last_sample_has_ended() -> None:
     engine = engine_of()
     [free] = engine.generate([prompt_of(20)], seeded(2), namespace="elsewhere")
