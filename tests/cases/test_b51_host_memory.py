@@ -12,7 +12,6 @@ import pytest
 from fakes import EchoModel
 from gated import run
 
-import paged.prefix.tree
 from paged.prefix.stats import PrefixChain
 from scheduler import AsyncEngine, Engine, SamplingParams
 
@@ -41,9 +40,9 @@ def ours() -> Counter:
 
 
 @pytest.mark.slow
-def test_thousands_of_requests_leave_no_object_and_no_memory(monkeypatch) -> None:
-    monkeypatch.setattr(paged.prefix.tree, "_REMEMBERED", 1000)  # evictions that it remembers: full after the warm-up
+def test_thousands_of_requests_leave_no_object_and_no_memory() -> None:
     engine = Engine(Fails(), num_pages=100, max_num_seqs=8)
+    engine.cache.remembered = 1000  # evictions: as many as there are before the measurement
 
     def serve(first: int, last: int) -> None:
         for i in range(first, last):
