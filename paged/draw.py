@@ -23,7 +23,8 @@ _HEAD = 256  # weights that top_p sorts at first
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log probability of a drawn token, and of the most likely ones as (id, log probability), best first.
+    """Natural log probability of a token, drawn or of a prompt, and of the most likely ones as (id, log probability),
+    best first.
 
     From the model's own logits, before bias, penalties and temperature. Never below -9999.0, so always finite.
     """

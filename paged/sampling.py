@@ -44,6 +44,8 @@ class SamplingParams:
                         For `Engine.generate` alone
     logprobs            report the log probability of each token and of this many most likely ones (0: only the
                         token's own); None: off
+    prompt_logprobs     the same for each token of the prompt but the first; None: off. The prompt is then computed in
+                        full, by each of n outputs: neither the prefix cache nor a prefix handle holds its logits
     logit_bias          {token id: number added to its logit}
     grammar             only tokens that keep the output to this Grammar are drawn, and an end id only where the output
                         may end; an output that nothing can follow ends at once, with "stop". The mask comes after bias
@@ -68,12 +70,13 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "max_tokens": self.max_tokens if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1),
+            "max_tokens": _optional("max_tokens", self.max_tokens, 1),
             "temperature": _number("temperature", self.temperature, low=0.0),
             "top_k": max(0, _integer("top_k", self.top_k, -1)),
             "top_p": _number("top_p", self.top_p, low=0.0, high=1.0),
@@ -81,14 +84,15 @@ class SamplingParams:
             "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, above=0.0),
             "presence_penalty": _number("presence_penalty", self.presence_penalty),
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty),
-            "seed": self.seed if self.seed is None else _integer("seed", self.seed, 0, 2**64 - 1),
+            "seed": _optional("seed", self.seed, 0, 2**64 - 1),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "include_stop": _boolean("include_stop", self.include_stop),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
             "n": _integer("n", self.n, 1),
-            "logprobs": self.logprobs if self.logprobs is None else _integer("logprobs", self.logprobs, 0),
+            "logprobs": _optional("logprobs", self.logprobs, 0),
+            "prompt_logprobs": _optional("prompt_logprobs", self.prompt_logprobs, 0),
             "logit_bias": _biases(self.logit_bias),
             "grammar": _grammar(self.grammar),
         }
@@ -126,11 +130,11 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"SamplingParams.{name} must hold token ids from 0 to {vocab_size - 1}, got {outside[0]}"
                 )
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise InvalidRequest(
-                f"SamplingParams.logprobs must be at most the {vocab_size} tokens of the vocabulary, "
-                f"got {self.logprobs}"
-            )
+        for name, wanted in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if wanted is not None and wanted > vocab_size:
+                raise InvalidRequest(
+                    f"SamplingParams.{name} must be at most the {vocab_size} tokens of the vocabulary, got {wanted}"
+                )
 
 
 def draw_seed() -> int:
@@ -164,6 +168,10 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
     if number < low or (high is not None and number > high):
         raise InvalidRequest(_message(name, expected, value))
     return number
+
+
+def _optional(name: str, value: object, low: int, high: int | None = None) -> int | None:
+    return None if value is None else _integer(name, value, low, high)
 
 
 def _number(

@@ -116,7 +116,7 @@ class Admission:
         self.stats.num_admitted += 1
         self.stats.prompt_tokens += request.num_prompt
         self.stats.cached_tokens += matched
-        if self.cache is not None and request.cursor is not None:
+        if self.cache is not None and request.cursor is not None and not request.scores:
             if self.checkpointer is not None:
                 self.cache.count_checkpoint(request.num_prompt, matched)
             else:

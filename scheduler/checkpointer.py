@@ -65,7 +65,7 @@ class Checkpointer:
         version = (self.store.version, self._num_begun)
         outlook = self._outlooks.get(request)
         if outlook is None or outlook.version != version:
-            found = self.store.find(self._key(request), request.known)
+            found = self.store.find(self._key(request), request.readable)
             matched = 0 if found is None else found.num_tokens
             outlook = self._outlooks[request] = _Outlook(version, found, self._places(request, matched))
         return outlook
@@ -77,7 +77,8 @@ class Checkpointer:
         outlook = self._outlook(request)
         least = self.slots.pool.page_size + (0 if outlook.found is None else outlook.found.num_tokens)
         places = [position for position, _ in outlook.places] + [request.num_prompt - 1]
-        return any(position >= least and self._digest(request, position) in self._pending for position in places)
+        end = len(request.readable)
+        return any(least <= at < end and self._digest(request, at) in self._pending for at in places)
 
     # While it runs --------------------------------------------------------------------------------------------
 

@@ -154,6 +154,13 @@ class Delivery:
         self.scheduler.finish(live.request, reason)
         self._close(live, Event(live.request.id))
 
+    def fail(self, request: Request, error: str) -> None:
+        """The step that was committed went wrong for this request: it ends, or has ended, with "error"."""
+        live = self.live.get(request.id)
+        if live is not None and live.request is request:  # else it was ended while the step ran
+            self._fail(request, error)
+            self._close(live, Event(request.id))
+
     def ended(self, request: Request) -> None:
         """The scheduler has ended this request: build its output and hand out the last event."""
         self._close(self.live[request.id], Event(request.id))

@@ -60,6 +60,7 @@ class Live:
             num_computed_tokens=request.num_computed_tokens,
             num_preemptions=request.num_preemptions,
             logprobs=self.logprobs,
+            prompt_logprobs=[None, *request.scored] if request.scores else None,
             error=request.error,
         )
         return rest, output

@@ -11,9 +11,12 @@ class RequestOutput:
     """One finished request.
 
     token_ids holds every generated token; an end id is left out unless `include_stop` asks for it. text ends where a
-    stop string begins, token_ids do not: usage counts what was generated. logprobs, if asked for, has one entry for
-    each of token_ids. num_cached_tokens of the prompt were attached instead of computed; num_computed_tokens counts
-    rows, recomputation after preemptions included.
+    stop string begins, token_ids do not: usage counts what was generated. logprobs, if asked for, has one TokenLogprob
+    for each of token_ids; prompt_logprobs one for each token of the prompt, the first None (fewer where the request
+    ended before its prompt was computed). num_cached_tokens of the prompt were attached instead of computed;
+    num_computed_tokens counts rows, recomputation after preemptions included.
+
+    All of it is plain values: `json.dumps(dataclasses.asdict(output), allow_nan=False)` is valid JSON.
 
     others are outputs 1 to n - 1 of the same prompt, where n > 1 asked for several; this one is output 0. Each is what
     the same request gives alone with `params.sample(i)`, and has a request_id of its own.
@@ -28,6 +31,7 @@ class RequestOutput:
     num_computed_tokens: int
     num_preemptions: int
     logprobs: list[Any] | None = None
+    prompt_logprobs: list[Any] | None = None
     error: str = ""
     others: tuple[RequestOutput, ...] = ()
 

@@ -68,20 +68,20 @@ class Placer:
     def _from_pages(self, cache: PrefixCache, request: Request, spare: int) -> Placement | None:
         cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, request.view.num_groups
         assert cursor is not None
-        matched = cache.seek(cursor, request.known)
+        matched = cache.seek(cursor, request.readable)
         prefix = request.prefix
         if prefix is not None and matched < _position(prefix, request) and _reaches(prefix, request):
             return self._from_prefix(prefix, request, spare)
         offered = self.sharing.follow(request)
         if offered is not None and cursor.rows:  # the next page comes whole, if the match does not need its rows
             depth = cursor.depth
-            cache.seek(cursor, request.known, exact=False)
+            cache.seek(cursor, request.readable, exact=False)
             offered = offered if cursor.depth == depth else None
         if self.sharing.awaits(request, cursor.depth + (0 if offered is None else offered.shape[1])):
             return None
         room = self._room_for(cache, request, offered, spare)
         if 0 <= room < groups and cursor.rows:  # the page to copy from may have to go to make room
-            cache.seek(cursor, request.known, exact=False)
+            cache.seek(cursor, request.readable, exact=False)
             room = self._room_for(cache, request, offered, spare)
         if room < 0:
             return None
@@ -190,9 +190,12 @@ def _position(prefix: PrefixHandle, request: Request) -> int:
 
 
 def _reaches(prefix: PrefixHandle, request: Request) -> bool:
-    """Whether a request can start from a prefix. Behind its last token it can; one short of it, a recurrent state is
-    not there any more, and a window may have left pages that are seen from there."""
+    """Whether a request can start from a prefix: not where rows of it are to be scored. Behind its last token it can;
+    one short of it, a recurrent state is not there any more, and a window may have left pages that are seen from there.
+    """
     at, size, view = _position(prefix, request), prefix.pool.page_size, request.view
+    if at >= len(request.readable):
+        return False
     if at == prefix.num_tokens:
         return True
     if prefix.snapshot_at is not None:

@@ -9,6 +9,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from paged.draw import TokenLogprob
 from paged.matcher import GrammarMatcher
 from paged.prefix.cursor import Cursor
 from paged.prefix.handles import PrefixHandle
@@ -76,7 +77,8 @@ class Request:
     """One request. While it runs, its tokens and counts live in the scheduler's slot arrays, not here.
 
     `known` holds prompt and output whenever the request has no slot: before admission, after preemption, at the
-    end. `limit` is the number of tokens at which it ends with "length".
+    end. `scored` are the log probabilities of its prompt so far, from the second token on, if it asks for them: they
+    outlive a preemption. `limit` is the number of tokens at which it ends with "length".
     """
 
     id: str
@@ -96,6 +98,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     cursor: Cursor | None = None
+    scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     stop_digests: dict[int, bytes] = field(default_factory=dict[int, bytes])  # by position; see Checkpointer
     slot: int = -1
     finish_reason: str | None = None
@@ -110,3 +113,16 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
+
+    @property
+    def scores(self) -> bool:
+        """Whether its output says how likely its prompt was."""
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def readable(self) -> Int32:
+        """The known tokens of which all but the last may be attached: every one, unless logits of rows that were
+        computed before would have to be there again."""
+        if not self.scores or len(self.scored) >= self.num_prompt - 1:
+            return self.known
+        return self.known[: len(self.scored) + 1]

@@ -15,6 +15,7 @@ from scheduler.delivery import Delivery
 from scheduler.live import Live
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler, StepResult
+from scheduler.scoring import score_prompts
 from scheduler.step import StepPlan
 
 if TYPE_CHECKING:
@@ -63,11 +64,14 @@ class Runner:
             if scheduler.plans_ahead:
                 scheduler.look_ahead()
                 self._report_failed()
-            sampled, bad = self._draw(logits, plan)
+            unscored = score_prompts(plan, logits) if plan.scored else {}
+            sampled, bad = self._draw(logits[: len(plan.sample_slots)], plan)
             result = scheduler.commit(plan, sampled.tokens)
         except BaseException as error:
             self._abort(plan, error)
             return True
+        for request, why in unscored.items():
+            self.delivery.fail(request, why)
         try:
             if scheduler.plans_ahead:
                 self._launched = self._launch()
@@ -148,8 +152,8 @@ class Runner:
         prefix, params = request.prefix, request.params
         if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
             return None
-        if params.logprobs is not None:  # one row is computed again, so that there is one place that reports them
-            return None
+        if params.logprobs is not None or request.scores:
+            return None  # rows are computed again, so that there is one place that reports their probabilities
         try:
             return sample_one(
                 prefix.logits,

@@ -17,6 +17,7 @@ from scheduler.admission import Admission
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
 from scheduler.drafts import Drafter, kept_rows
+from scheduler.extras import StepExtras
 from scheduler.placement import Placer
 from scheduler.policy import get_policy
 from scheduler.publishing import publish_step
@@ -88,6 +89,7 @@ class Scheduler:
             self.checkpointer = Checkpointer(cache, cache.checkpoints, states, self.state)
         self.placer = Placer(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
         self.stats = SchedulerStats()
+        self.extras = StepExtras()
         self.admission = Admission(self.placer, self.state, self.waiting, self.sharing, states, self.stats)
         self.requests: dict[str, Request] = {}
         self.failed: list[Request] = []  # ended by an error while a step was planned; the caller takes them out
@@ -193,6 +195,7 @@ class Scheduler:
             num_tokens = num_tokens if drafts is None else num_tokens + drafts
         plan = build_plan(self.state, slots, num_tokens, self.pool.page_size, self.states, drafts)
         plan.admitted, plan.preempted = decision.admitted, decision.preempted
+        self.extras.extend(plan)
         self._in_flight = plan
         self.state.launch(plan.slots, plan.num_tokens, plan.sample_slots)
         self.stats.num_steps += 1
@@ -324,6 +327,8 @@ class Scheduler:
                 self.sharing.offer(self.request_at(int(slots[i])), state, int(num_tokens[i]))
             done = self.admission.admit(budget)
             admitted = done.requests
+            for request in admitted:
+                self.extras.place(request)
             for request, error in done.failed:
                 self._fail(request, error)
         if admitted:
@@ -425,6 +430,7 @@ class Scheduler:
             self._donate(request, preempted)
         except Exception:  # its pages must go back whatever happens
             self.stats.cache_errors += 1
+        self.extras.leave(request.slot)
         request.known = self.state.vacate(request.slot)
         request.slot = -1
 

@@ -54,7 +54,7 @@ class StepSharing:
 
     def follow(self, request: Request) -> Int32 | None:
         """Offered pages right below the cached ones of a waiting request, int32 [num_groups, n], or None."""
-        cursor, known, size = request.cursor, request.known, self.page_size
+        cursor, known, size = request.cursor, request.readable, self.page_size
         if cursor is None or not self._offered:
             return None
         parent: Hashable = cursor.last if cursor.depth else cursor.namespace
@@ -91,10 +91,10 @@ class StepSharing:
 
     def awaits(self, request: Request, num_pages: int) -> bool:
         """Whether page `num_pages` of the waiting `request` is being computed by a running one that will publish it."""
-        cursor = request.cursor
-        if cursor is None or not self._expected or num_pages >= (len(request.known) - 1) // self.page_size:
+        cursor, known = request.cursor, request.readable
+        if cursor is None or not self._expected or num_pages >= (len(known) - 1) // self.page_size:
             return False
-        return self._is_expected(cursor.keys_to(request.known, num_pages + 1)[num_pages], request)
+        return self._is_expected(cursor.keys_to(known, num_pages + 1)[num_pages], request)
 
     def _is_expected(self, key: Hashable, request: Request) -> bool:
         """Whether a running request will publish the page of this key at the depth of `request` or a greater one."""

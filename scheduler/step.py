@@ -13,6 +13,15 @@ from scheduler.request import Int32, Request, RequestState
 from scheduler.slots import Slots
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """`count` rows of a request from position `first` on; the logits of each say how likely the next token was."""
+
+    request: Request
+    first: int
+    count: int
+
+
 @dataclass(slots=True)
 class Decision:
     """What a step will compute: `num_tokens[i]` more of the request that arrived as `arrivals[i]`, in `slots[i]`."""
@@ -44,6 +53,7 @@ class StepPlan:
                               drafts stands there d + 1 times, and gets those tokens that no wrong draft precedes
     positions     int32 [R]   the position that the new token will have
     drafted       whether there is a draft among the rows
+    scored                    whose prompt tokens are scored; their logits come behind the R rows, in this order
     """
 
     slots: Int32
@@ -54,6 +64,7 @@ class StepPlan:
     drafted: bool = False
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    scored: list[ScoredRows] = field(default_factory=list[ScoredRows])
 
     @property
     def num_rows(self) -> int:

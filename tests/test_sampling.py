@@ -28,7 +28,7 @@ def test_the_defaults_are_greedy_and_change_nothing() -> None:
     assert (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0)
     assert p.seed is None and p.stop == () and p.stop_token_ids == () and p.include_stop is False
     assert p.min_tokens == 0 and p.ignore_eos is False and p.logprobs is None and p.logit_bias is None
-    assert p.n == 1 and p.grammar is None
+    assert p.prompt_logprobs is None and p.n == 1 and p.grammar is None
 
 
 def test_the_fields_stand_in_the_documented_order() -> None:
@@ -36,7 +36,7 @@ def test_the_fields_stand_in_the_documented_order() -> None:
         *("max_tokens", "temperature", "top_k", "top_p", "min_p"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
         *("stop", "stop_token_ids", "include_stop", "min_tokens", "ignore_eos", "n"),
-        *("logprobs", "logit_bias", "grammar"),
+        *("logprobs", "prompt_logprobs", "logit_bias", "grammar"),
     ]
 
 
@@ -77,6 +77,8 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("ignore_eos", True, True),
     ("logprobs", 0, 0),
     ("logprobs", 20, 20),
+    ("prompt_logprobs", 0, 0),
+    ("prompt_logprobs", np.int64(3), 3),
     ("logit_bias", {3: -100, np.int64(4): 1.5}, {3: -100.0, 4: 1.5}),
     ("logit_bias", {}, None),
     ("logit_bias", None, None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from paged.errors import UnsupportedShape
@@ -27,7 +28,7 @@ class ForwardBatch:
     q_indptr     int32 [S + 1]             rows of sequence s: q_indptr[s] .. q_indptr[s + 1]
     kv_lens      int32 [S]                 positions of the sequence once these rows are appended
     page_tables  int32 [G, S, max_pages]   C-contiguous
-    logit_rows   int32 [R]                 rows, ascending
+    logit_rows   int32 [R]                 rows, each once; not in order where rows are scored beside those sampled
     state_slots  int32 [S]                 slot of each sequence in `states`
     states       the pool of recurrent state, which forward moves; both None for a model without state
     loops          int32 [S]               iterations of each sequence in a looped model; None = its default_loops
@@ -48,6 +49,13 @@ class ForwardBatch:
     def plans(self, page_size: int) -> list[AttendPlan]:
         """One AttendPlan a group, of all rows."""
         return [make_plan(page_size, self.q_indptr, self.kv_lens, table) for table in self.page_tables]
+
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of `x [T, ...]` whose logits are wanted, `[R, ...]`; x itself where that is all of it."""
+        rows = self.logit_rows
+        if len(rows) == len(x) and np.array_equal(rows, np.arange(len(x))):
+            return x
+        return x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
 class LanguageModel:

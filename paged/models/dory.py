@@ -156,8 +156,7 @@ class DoryModel(Loops):
         return layer.down(unit_norm(act, torch.empty_like(act)).to(self.dtype))
 
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        if len(batch.logit_rows) != len(x):
-            x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(self.device))
+        x = batch.wanted(x)
         return self._head(unit_norm(x, torch.empty_like(x)).to(self.dtype)).float() * self._logit_scale
 
     # Weights --------------------------------------------------------------------------------------------------

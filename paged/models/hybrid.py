@@ -136,8 +136,7 @@ class HybridModel(LanguageModel):
             delta = DeltaStep(slots, batch.q_indptr, states)
             for layer in self._layers:
                 self._run(layer, x, step, delta)
-        if len(batch.logit_rows) != len(x):
-            x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(self.device))
+        x = batch.wanted(x)
         normed = self._final_norm(x, torch.empty_like(x)).to(self.dtype)
         return self._head(normed).float()
 

@@ -108,8 +108,7 @@ class LlamaModel(LanguageModel):
 
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Final norm and head of the wanted rows, fp32 `[R, vocab_size]`; x stays as it is."""
-        if len(batch.logit_rows) != len(x):
-            x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(self.device))
+        x = batch.wanted(x)
         normed = self._final_norm(x, torch.empty_like(x)).to(self.dtype)
         return self._head(normed).float()
 

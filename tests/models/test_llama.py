@@ -13,6 +13,7 @@ from feeder import Feeder, random_tokens
 from paged.models.config import ModelConfig
 from paged.models.registry import load_model
 from paged.models.tiny import random_tensors, tiny_hf_settings
+from scheduler import Engine, SamplingParams
 
 transformers = pytest.importorskip("transformers")
 
@@ -109,6 +110,20 @@ def test_logits_are_those_of_transformers(case, page_size, chunk):
     assert got.dtype == torch.float32 and got.shape == want.shape
     assert (got - want).abs().max() < BOUND
     assert want.std() > 0.5, "the weights are too small to tell a right model from a wrong one"
+
+
+def test_prompt_log_probabilities_are_the_log_softmax_of_transformers(case):
+    model, tokens, want = case
+    want = want.double().log_softmax(-1)
+    engine = Engine(model, page_size=4, num_pages=64, max_num_seqs=2, max_num_batched_tokens=16)
+    for _ in range(2):
+        [output] = engine.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=3))
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == LENGTH
+        for position, entry in enumerate(output.prompt_logprobs[1:], 1):
+            row = want[position - 1]
+            assert entry.token_id == tokens[position]
+            assert entry.logprob == pytest.approx(float(row[tokens[position]]), abs=1e-4)
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
 
 def test_sequences_in_one_batch_do_not_see_each_other(case):
