@@ -85,6 +85,9 @@ class Checkpointer:
     def begin(self, request: Request, matched: int) -> None:
         """The request was placed in its slot with `matched` tokens attached: settle where its prefill stops."""
         slot, size = request.slot, self.slots.pool.page_size
+        if request.cursor is None:  # it leaves no checkpoint
+            self.slots.stop[slot] = NO_STOP
+            return
         stops: list[Stop] = []
         if self.store.max_states:
             for position, opening in sorted(self._outlook(request).places, reverse=True):
@@ -124,6 +127,8 @@ class Checkpointer:
         Unless it comes back, only where that is at least a page past what it left before.
         """
         slot = request.slot
+        if request.cursor is None:
+            return
         self._running.discard(request)
         for position, _ in self._stops.pop(slot, ()):
             self._settle(request, position)

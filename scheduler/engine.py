@@ -152,7 +152,7 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> str:
         """Queue one request and return its id; its events come out of `step`.
 
-        `options` (request_id, priority, namespace, stops, loops, cache_window, retain, prefix): see RequestOptions.
+        `options` are those of RequestOptions.
         InvalidRequest (a ValueError) or TypeError if it can never run, LoopsMismatch for a prefix of another depth or
         window; nothing else is touched then. With n > 1 the id is that of all samples, see `stream` and Samples.
         """

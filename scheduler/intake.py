@@ -54,6 +54,9 @@ def make_request(
     request_id, namespace, prefix = options.get("request_id"), options.get("namespace", ""), options.get("prefix")
     if request_id is not None and not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+    cache = options.get("cache", True)
+    if not isinstance(cache, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"cache must be True or False, got {cache!r}")
     model = engine.model
     params.validate_for(model.vocab_size)
     tokens = tokens_of(model, prompt)
@@ -74,6 +77,7 @@ def make_request(
         stops=options.get("stops") or PrefillStops(),
         retain=_retention(options.get("retain")),
         view=view,
+        cache=cache,
         prefix=prefix,
         matcher=None if params.grammar is None else engine.grammars.matcher(params.grammar, ends),
     )

@@ -55,7 +55,7 @@ class Placer:
     def place(self, request: Request, alone: bool) -> Placement | None:
         """Pages for all known tokens of `request`, or None: it must wait. `alone`: nothing runs."""
         spare = 0 if alone else int(self.config.watermark * self.pool.num_pages)
-        if self.cache is None:
+        if self.cache is None or not request.cache:
             if request.prefix is not None and _reaches(request.prefix, request):
                 return self._from_prefix(request.prefix, request, spare)
             return self._fill(request, Placement(np.zeros((self.num_groups, 0), np.int32), 0), spare)

@@ -18,25 +18,20 @@ def publish_step(cache: PrefixCache, state: Slots, slots: Int32, before: Int32, 
     is one page of some requests that decode."""
     size = state.pool.page_size
     filled = np.flatnonzero(after // size > before // size)
-    if not len(filled):
+    cursors: dict[int, Cursor] = {}
+    for i, slot in zip(filled.tolist(), slots[filled].tolist(), strict=True):
+        cursor = cast(Request, state.requests[slot]).cursor
+        if cursor is not None:  # else the request opted out of the cache
+            cursors[i] = cursor
+    if not cursors:
         return
-    slots, columns = slots[filled], after[filled] // size - 1
-    requests = [cast(Request, state.requests[slot]) for slot in slots.tolist()]
+    filled = np.fromiter(cursors, np.int64, len(cursors))
+    slots, computed = slots[filled], after[filled]
+    columns = computed // size - 1
     rows = columns[:, None] * size + np.arange(size)
     tokens = state.tokens[slots[:, None], rows]
     pages = state.page_table[:, slots, columns]
-    cursors = [request.cursor for request in requests]
-    if any(cursor is None for cursor in cursors):
-        left = list(range(len(requests)))
-    else:
-        left = publish_next(cache, cast("list[Cursor]", cursors), columns, tokens, pages)
-    for i in left:
-        _publish(cache, state, requests[i], int(after[filled[i]]))
-
-
-def _publish(cache: PrefixCache, state: Slots, request: Request, computed: int) -> None:
-    """Enter all full pages of one request up to `computed` tokens."""
-    if request.cursor is None:
-        return
-    full = computed // state.pool.page_size
-    cache.publish(request.cursor, state.tokens[request.slot, :computed], state.page_table[:, request.slot, :full])
+    each = list(cursors.values())
+    for i in publish_next(cache, each, columns, tokens, pages):
+        slot, end = int(slots[i]), int(computed[i])
+        cache.publish(each[i], state.tokens[slot, :end], state.page_table[:, slot, : end // size])

@@ -58,6 +58,8 @@ class RequestOptions(TypedDict, total=False):
     cache_window  W > 0: every token sees the last W positions alone, itself included, and older pages are given back
     retain        what its pages may expect when it has ended: "none" (this conversation is over), "turn" (it goes on),
                   a number of seconds, or a Retention with a priority; None: nothing is known
+    cache         False: nothing is attached from the prefix cache and nothing enters it, neither while the request runs
+                  nor when it ends; after a preemption it computes all of its tokens again. A `prefix` is still used
     prefix        a handle from `build_prefix` of the prompt's first tokens, or of all of them: then the first token
                   comes without a forward
     """
@@ -69,6 +71,7 @@ class RequestOptions(TypedDict, total=False):
     loops: int | None
     cache_window: int
     retain: Retain
+    cache: bool
     prefix: PrefixHandle | None
 
 
@@ -92,6 +95,7 @@ class Request:
     stops: PrefillStops = PrefillStops()
     retain: Retention | None = None
     view: KVView = ONE_GROUP  # what it uses of the page groups, by its depth and its cache window
+    cache: bool = True  # False: the prefix cache neither serves nor keeps it; then it has no cursor
     prefix: PrefixHandle | None = None  # its first tokens, computed: used where the cache has less of them
     matcher: GrammarMatcher | None = None  # where its output stands in params.grammar; preemption does not move it
     arrival: int = 0  # order of submission

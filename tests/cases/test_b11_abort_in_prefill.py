@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from driver import Driver
+from fakes import EchoModel
+
+from scheduler import Engine, SamplingParams
 
 PROMPT = np.random.default_rng(11).integers(0, 97, 3872).tolist()
 
@@ -44,3 +47,19 @@ def test_no_token_comes_after_the_end() -> None:
     driver.run()
     assert len(driver.outputs["a"]) == seen
     driver.expect_all_exact()
+
+
+@pytest.mark.parametrize("chunk", [128, 100])
+def test_a_request_that_opts_out_of_the_cache_completes_and_leaves_nothing_there(chunk: int) -> None:
+    engine = Engine(EchoModel(), num_pages=300, page_size=16, max_num_batched_tokens=chunk, max_num_seqs=4)
+    for _ in range(2):
+        [output] = engine.generate([PROMPT], SamplingParams(max_tokens=5), cache=False)
+        assert (output.finish_reason, output.num_cached_tokens) == ("length", 0)
+        assert output.token_ids == engine.model.greedy(PROMPT, 5)
+        assert engine.pool.num_free == 300 and engine.cache.held_pages == 0
+    engine.submit(PROMPT, SamplingParams(max_tokens=5), request_id="cancelled", cache=False)
+    for _ in range(3):
+        engine.step()
+    assert engine.cancel("cancelled") and not engine.cancel("cancelled")
+    engine.check()
+    assert engine.pool.num_free == 300
