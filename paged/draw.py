@@ -54,9 +54,10 @@ def _mix(z: Uint64) -> Uint64:
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    """Whether `edit` would change anything."""
+    """Whether `edit`, or a logits processor, would change anything."""
     return (
         params.logit_bias is not None
+        or len(params.logits_processors) > 0
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0

@@ -11,6 +11,7 @@
     ├── OutOfPages (RuntimeError)         the pool has fewer free and evictable pages than asked for
     ├── GeometryMismatch (RuntimeError)   pool, session and cache were built for different models
     ├── BadLogits (RuntimeError)          rows of logits that no token can be drawn from
+    │   └── ProcessorFailed               a logits processor raised, or gave such a row
     ├── SessionInUse (RuntimeError)       attach was called on a session that already holds context
     ├── StateMismatch (RuntimeError)      rows at a position that the recurrent state of their slot has not reached
     ├── LoopsMismatch (RuntimeError)      a handle was built at another depth
@@ -26,6 +27,8 @@ expected, what was found, and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class PagedError(Exception):
@@ -69,11 +72,23 @@ class GeometryMismatch(PagedError, RuntimeError):
 
 
 class BadLogits(PagedError, RuntimeError):
-    """Rows of logits hold NaN or +inf, or nothing but -inf; `rows` names them, the other rows can still be sampled."""
+    """Rows of logits hold NaN or +inf, or nothing but -inf; `rows` names them, the other rows can still be sampled.
 
-    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
+    `reasons` says of a row what is wrong with it, where that is not the message.
+    """
+
+    def __init__(self, message: str, rows: tuple[int, ...] = (), reasons: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.rows = rows
+        self.reasons = reasons or {}
+
+    def reason(self, row: int) -> str:
+        """What is wrong with one of `rows`, as a sentence with the name of the error."""
+        return f"{type(self).__name__}: {self.reasons.get(row, self)}"
+
+
+class ProcessorFailed(BadLogits):
+    """A logits processor of a request raised an error, or gave a row that cannot be drawn from."""
 
 
 class SessionInUse(PagedError, RuntimeError):

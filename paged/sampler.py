@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from paged.draw import Row, TokenLogprob, edit, edits_logits, mask, pick, token_logprob, uniforms
-from paged.errors import BadLogits, check
+from paged.errors import BadLogits, ProcessorFailed, check
 from paged.matcher import Bool, GrammarMatcher, allowed_tokens
+from paged.processors import process
 from paged.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -47,11 +48,12 @@ class Sampler:
     """Draws the next token of each row of a step, by the parameters assigned to the row's slot.
 
     A row's logits go through, in this order: logit_bias (added), repetition_penalty (over prompt and output),
-    presence_penalty and frequency_penalty (over output), tokens masked that its grammar does not allow, end ids masked
-    while fewer than min_tokens are generated (unless they are all that can be drawn), temperature, top_k, top_p,
-    min_p. Then one number u of [0, 1), a function of (seed, position) alone, picks the first id, in order of ids, at
-    which the cumulative probability of the kept tokens exceeds u. All of it in float64, a row at a time. Ties:
-    arg-max, top_k and top_p prefer the lowest id. The logits are never modified.
+    presence_penalty and frequency_penalty (over output), logits_processors, tokens masked that its grammar does not
+    allow, end ids masked while fewer than min_tokens are generated (unless they are all that can be drawn),
+    temperature, top_k, top_p, min_p. Then one number u of [0, 1), a function of (seed, position) alone, picks the first
+    id, in order of ids, at which the cumulative probability of the kept tokens exceeds u. All of it in float64 (a
+    processor sees and gives fp32), a row at a time. Ties: arg-max, top_k and top_p prefer the lowest id. The logits are
+    never modified.
 
     Cost of a step over R rows of V logits: greedy rows without bias, penalties or grammar (and past their min_tokens)
     O(R * V) in a fixed number of vectorised calls; every other row O(V), plus its length where it has penalties, plus
@@ -126,7 +128,8 @@ class Sampler:
         `positions[r]` is the position that the drawn token will have in its sequence, `known[r]` the number of its
         slot's tokens before it, `history.known` of the slot unless given: a slot may have several rows. Logits that
         are not fp32 on the CPU are copied there. BadLogits, naming every such row, if a row holds NaN or +inf or
-        nothing but -inf: then nothing was drawn, and the call can be repeated with the other rows.
+        nothing but -inf, ProcessorFailed (a BadLogits) if a logits processor failed: then nothing was drawn, and the
+        call can be repeated with the other rows.
         """
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size or not len(slots) == len(positions) == len(logits):
             raise ValueError(
@@ -148,10 +151,16 @@ class Sampler:
         if len(special):
             draws = uniforms(self._seeds[slots[special]], positions[special])
             masks = self._masks(slots[special]) if self._matchers else {}
+            failed: dict[int, str] = {}
             for r, u in zip(special.tolist(), draws.tolist(), strict=True):
                 slot = int(slots[r])
                 seen = history.tokens[slot, : known[r]]
-                tokens[r] = self._draw(rows[r], slot, u, seen, int(history.prompt_lens[slot]), masks.get(slot))
+                try:
+                    tokens[r] = self._draw(rows[r], slot, u, seen, int(history.prompt_lens[slot]), masks.get(slot))
+                except ProcessorFailed as error:
+                    failed[r] = str(error)
+            if failed:
+                raise ProcessorFailed(next(iter(failed.values())), tuple(failed), failed)
             if (tokens < 0).any():
                 self._refuse_undrawn(tokens < 0, slots, positions)
         wanted = self._logprobs[slots]
@@ -195,6 +204,8 @@ class Sampler:
         masked = len(seen) - prompt_len < self._min_tokens[slot]
         if masked or allowed is not None or edits_logits(params):
             row = edit(logits, params, seen, prompt_len)
+            if params.logits_processors:
+                row = process(params.logits_processors, seen, row)
             if allowed is not None:
                 row[~allowed] = -np.inf
             if masked:

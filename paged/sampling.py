@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, cast
@@ -16,6 +16,9 @@ from paged.grammar import Grammar
 # Below this temperature two fp32 logits that differ at all leave the lower one no chance worth drawing for, so the
 # row counts as greedy: then ties have one answer too, the lowest id.
 GREEDY_BELOW = 1e-6
+
+
+LogitsProcessor = Callable[[Any, Any], object]  # (int32 [tokens], fp32 [vocab_size]) -> None or fp32 [vocab_size]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,11 @@ class SamplingParams:
     prompt_logprobs     the same for each token of the prompt but the first; None: off. The prompt is then computed in
                         full, by each of n outputs: neither the prefix cache nor a prefix handle holds its logits
     logit_bias          {token id: number added to its logit}
+    logits_processors   functions `f(token_ids, logits)` that see copies of the known tokens (int32, prompt and output)
+                        and of the row of logits after bias and penalties (fp32 [vocab_size]), and change the row in
+                        place or return another one. They come one after the other, before the grammar. Each must
+                        depend on its arguments alone: it may be called again for the same position. One that fails
+                        ends its own request alone, with "error"
     grammar             only tokens that keep the output to this Grammar are drawn, and an end id only where the output
                         may end; an output that nothing can follow ends at once, with "stop". The mask comes after bias
                         and penalties and before temperature and top_k, so that these choose among allowed tokens.
@@ -72,6 +80,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logits_processors: Sequence[LogitsProcessor] = field(default=(), hash=False)
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -94,6 +103,7 @@ class SamplingParams:
             "logprobs": _optional("logprobs", self.logprobs, 0),
             "prompt_logprobs": _optional("prompt_logprobs", self.prompt_logprobs, 0),
             "logit_bias": _biases(self.logit_bias),
+            "logits_processors": _processors(self.logits_processors),
             "grammar": _grammar(self.grammar),
         }
         for name, value in checked.items():
@@ -236,6 +246,16 @@ def _biases(value: object) -> dict[int, float] | None:
         for i, bias in cast("Mapping[object, object]", value).items()
     }
     return biases or None
+
+
+def _processors(value: object) -> tuple[LogitsProcessor, ...]:
+    expected = "a sequence of functions (token_ids, logits) -> None or logits"
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        raise TypeError(_message("logits_processors", expected, cast("object", value)))
+    processors = tuple(cast("Iterable[object]", value))
+    if not all(callable(processor) for processor in processors):
+        raise TypeError(_message("logits_processors", expected, processors))
+    return cast("tuple[LogitsProcessor, ...]", processors)
 
 
 def _grammar(value: object) -> Grammar | None:

@@ -48,6 +48,8 @@ class Call:
             )
         if self.num_beams > 1 and self.params.grammar is not None:
             raise ValueError("num_beams and grammar cannot be combined: beam search draws by the model's scores alone")
+        if self.num_beams > 1 and self.params.logits_processors:
+            raise ValueError("num_beams and logits_processors cannot be combined: beams go by the model's scores alone")
         if 1 < self.num_beams < self.params.n:
             raise ValueError(f"n continuations need num_beams >= n, got n {self.params.n} and {self.num_beams} beams")
 

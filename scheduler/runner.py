@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paged.errors import BadLogits
+from paged.errors import BadLogits, ProcessorFailed
 from paged.kv.pages import Int64
 from paged.kv.storage import PageStorage
 from paged.models.base import LanguageModel
@@ -125,7 +125,8 @@ class Runner:
     def _draw(self, logits: torch.Tensor, plan: StepPlan) -> tuple[Sampled, dict[int, str]]:
         """The step's tokens, and for each row that holds no usable logits what is wrong with it.
 
-        Such a row fails alone. What its step wrote is not published, so that nobody attaches rows that hold NaN.
+        Such a row fails alone. What its step wrote is not published, so that nobody attaches rows that hold NaN; where
+        a logits processor failed, the rows are sound.
         """
         slots, positions = plan.sample_slots, plan.positions
         rows, bad = np.arange(len(slots)), dict[int, str]()
@@ -138,13 +139,12 @@ class Runner:
                 drawn = self.sampler.sample(usable, slots[rows], positions[rows], self._history, positions[rows])
                 return (_spread(drawn, rows, len(slots)) if bad else drawn), bad
             except BadLogits as error:
-                refused = list(error.rows)
-                for row in rows[refused].tolist():
-                    bad[row] = f"BadLogits: {error}"
-                    cursor = self.scheduler.request_at(int(slots[row])).cursor
-                    if cursor is not None:
+                for i in error.rows:
+                    bad[int(rows[i])] = error.reason(i)
+                    cursor = self.scheduler.request_at(int(slots[rows[i]])).cursor
+                    if cursor is not None and not isinstance(error, ProcessorFailed):
                         cursor.closed = True
-                rows = np.delete(rows, refused)
+                rows = np.delete(rows, list(error.rows))
         return Sampled(np.zeros(len(slots), np.int32), None), bad
 
     def first_token(self, request: Request) -> int | None:

@@ -28,7 +28,7 @@ def test_the_defaults_are_greedy_and_change_nothing() -> None:
     assert (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0)
     assert p.seed is None and p.stop == () and p.stop_token_ids == () and p.include_stop is False
     assert p.min_tokens == 0 and p.ignore_eos is False and p.logprobs is None and p.logit_bias is None
-    assert p.prompt_logprobs is None and p.n == 1 and p.grammar is None
+    assert p.prompt_logprobs is None and p.logits_processors == () and p.n == 1 and p.grammar is None
 
 
 def test_the_fields_stand_in_the_documented_order() -> None:
@@ -36,7 +36,7 @@ def test_the_fields_stand_in_the_documented_order() -> None:
         *("max_tokens", "temperature", "top_k", "top_p", "min_p"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
         *("stop", "stop_token_ids", "include_stop", "min_tokens", "ignore_eos", "n"),
-        *("logprobs", "prompt_logprobs", "logit_bias", "grammar"),
+        *("logprobs", "prompt_logprobs", "logit_bias", "logits_processors", "grammar"),
     ]
 
 
@@ -83,6 +83,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("logit_bias", {}, None),
     ("logit_bias", None, None),
     ("n", np.int64(3), 3),
+    ("logits_processors", [max, min], (max, min)),
     ("grammar", None, None),
     ("grammar", Grammar.regex("a+"), Grammar.regex("a+")),
 ]
@@ -100,6 +101,7 @@ REFUSED: list[tuple[str, Any, type[Exception]]] = [
     *((name, 1.0, TypeError) for name in ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")),
     *((name, "1", TypeError) for name in ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")),
     *((name, None, TypeError) for name in ("top_k", "min_tokens")),
+    *(("logits_processors", value, TypeError) for value in (None, max, "ab", b"ab", {"a": max}, [max, 3])),
     ("max_tokens", 0, ValueError),
     ("max_tokens", -1, ValueError),
     ("top_k", -2, ValueError),
