@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paged.kv.state import StatePool, StateSnapshot
     from paged.loaders.renderer import ChatRenderer, MarkedPrompt
     from paged.matcher import GrammarCompiler, GrammarMatcher
+    from paged.media import MediaSpan
     from paged.models.registry import load_model
     from paged.prefix.cache import PrefixCache
     from paged.prefix.checkpoints import Checkpoint
@@ -80,6 +81,7 @@ _HOME = {
     "SpeculativeDecoder": "paged.speculative",
     "SamplingParams": "paged.sampling",
     "Grammar": "paged.grammar",
+    "MediaSpan": "paged.media",
     **dict.fromkeys(("GrammarCompiler", "GrammarMatcher"), "paged.matcher"),
     "load_model": "paged.models.registry",
     **dict.fromkeys(("ChatRenderer", "MarkedPrompt"), "paged.loaders.renderer"),
@@ -133,6 +135,7 @@ __all__ = [
     "LoadError",
     "LoopsMismatch",
     "MarkedPrompt",
+    "MediaSpan",
     "MissingTensor",
     "NativeMissing",
     "OutOfPages",

@@ -71,9 +71,10 @@ def edit(logits: Row, params: SamplingParams, known: Int32, prompt_len: int) -> 
         for token_id, bias in (params.logit_bias or {}).items():
             row[token_id] += bias
         if params.repetition_penalty != 1.0:
-            # A token that stands twice in `known` gets the same value twice.
-            seen = row[known]
-            row[known] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            # A token that stands twice in `known` gets the same value twice. Ids below 0 stand for media.
+            ids = known[known >= 0]
+            seen = row[ids]
+            row[ids] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
         if params.presence_penalty or params.frequency_penalty:
             ids, counts = np.unique(known[prompt_len:], return_counts=True)
             row[ids] -= params.presence_penalty + params.frequency_penalty * counts

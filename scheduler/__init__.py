@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged.grammar import Grammar
+    from paged.media import MediaSpan
     from paged.sampling import SamplingParams
     from scheduler.async_engine import AsyncEngine
     from scheduler.config import SchedulerConfig
@@ -27,6 +28,7 @@ _HOME = {
     "Event": "scheduler.output",
     "Model": "scheduler.model",
     "Grammar": "paged.grammar",
+    "MediaSpan": "paged.media",
     "Policy": "scheduler.policy",
     "PrefillStops": "scheduler.request",
     "Request": "scheduler.request",
@@ -42,6 +44,7 @@ __all__ = [
     "Engine",
     "Event",
     "Grammar",
+    "MediaSpan",
     "Model",
     "Policy",
     "PrefillStops",

@@ -9,6 +9,7 @@ from sortedcontainers import SortedKeyList
 
 from paged.errors import check
 from paged.kv.state import StatePool
+from paged.media import is_inside
 from paged.prefix.cache import PrefixCache
 from paged.prefix.checkpoints import Checkpoint, CheckpointStore
 from scheduler.request import Request
@@ -36,7 +37,7 @@ class Checkpointer:
     request that ends, or is preempted, leaves one more at its last computed token.
 
     A request whose stop a running one is about to reach waits for it instead of computing the same tokens; that ends,
-    since a running prefill advances in every step.
+    since a running prefill advances in every step. No checkpoint is left inside a media span.
 
     Invariants (`check()`): every running slot with a stop pending has not passed it; its state is at its computed
     tokens.
@@ -145,6 +146,8 @@ class Checkpointer:
         position = int(self.slots.computed[slot])
         if cursor is None or not cursor.open or int(self.states.positions[slot]) != position:
             return  # rows of other weights, rows that hold NaN, or a step that failed
+        if is_inside(self.slots.tokens[slot, position]):
+            return
         tokens = self.slots.tokens[slot, :position]
         pages, donor = self.slots.pages(slot), request.arrival + 1
         try:

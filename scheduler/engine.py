@@ -14,6 +14,7 @@ import numpy as np
 from paged.errors import Closed
 from paged.kv.pages import Int32
 from paged.matcher import GrammarCompiler
+from paged.media import MediaIds, MediaSpan
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
 from paged.prefix.cache import PrefixCache
@@ -27,7 +28,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.delivery import Delivery
 from scheduler.drafts import Drafter
 from scheduler.events import RequestEvent
-from scheduler.intake import Prompt, tokens_of
+from scheduler.intake import Prompt, keyed_tokens, tokens_of
 from scheduler.lock import FairLock
 from scheduler.metrics import metrics_text
 from scheduler.offline import run_batch
@@ -119,6 +120,7 @@ class Engine:
             )
         self.delivery = Delivery(self.scheduler, self.model)
         self.runner = Runner(self.model, self._storage, self.scheduler, self.sampler, self.delivery)
+        self.media_ids = MediaIds()
         self._lock = FairLock()
         self._ids = itertools.count()
         self._closed = False
@@ -183,13 +185,19 @@ class Engine:
         return bool(self.delivery.live) or bool(self.delivery.events)
 
     def prefix_match_len(
-        self, prompt: Prompt, namespace: str = "", loops: int | None = None, cache_window: int = 0
+        self,
+        prompt: Prompt,
+        namespace: str = "",
+        loops: int | None = None,
+        cache_window: int = 0,
+        media: Sequence[MediaSpan] = (),
     ) -> int:
         """How many leading tokens of `prompt` a request would attach right now. Takes nothing, touches no entry."""
+        tokens, _ = keyed_tokens(self, prompt, media, new=False)
         with self._lock:
             if self.cache is None:
                 return 0
-            return self.cache.match_len(self.tokens_of(prompt), namespace, loops, cache_window)
+            return self.cache.match_len(tokens, namespace, loops, cache_window)
 
     def build_prefix(
         self,

@@ -10,7 +10,7 @@ from scheduler.step import ScoredRows, StepPlan
 
 class StepExtras:
     """The running requests that ask for more than their next token, and what each plan holds for them: logits of the
-    rows that score a prompt.
+    rows that score a prompt, embeddings of media.
 
     A request is here until its prompt is computed. Costs nothing where there is none.
     """
@@ -20,7 +20,7 @@ class StepExtras:
 
     def place(self, request: Request) -> None:
         """`request` has got a slot."""
-        if request.scores:
+        if request.scores or request.media:
             self._of[request.slot] = request
 
     def leave(self, slot: int) -> None:
@@ -28,7 +28,7 @@ class StepExtras:
         self._of.pop(slot, None)
 
     def extend(self, plan: StepPlan) -> None:
-        """Add to a plan what its requests need. O(rows that are scored)."""
+        """Add to a plan what its requests need. O(rows that are scored + media spans)."""
         if not self._of:
             return
         batch, rows = plan.batch, list[Int32]()
@@ -38,9 +38,13 @@ class StepExtras:
             if start >= request.num_prompt:
                 self.leave(slot)
                 continue
+            row = int(batch.q_indptr[i]) - start
+            for span in request.media:
+                at, values = span.rows(start, end)
+                if len(values):
+                    batch.media.append((row + at, values))
             first, last = max(start, len(request.scored)), min(end, request.num_prompt - 1)
             if request.scores and first < last:
-                row = int(batch.q_indptr[i]) - start
                 plan.scored.append(ScoredRows(request, first, last - first))
                 rows.append(np.arange(row + first, row + last, dtype=np.int32))
         if rows:

@@ -9,6 +9,7 @@ import numpy as np
 
 from paged.errors import GeometryMismatch, InvalidRequest
 from paged.kv.pages import Int32
+from paged.media import MediaSpan, check_spans
 from paged.models.base import LanguageModel
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.hashing import as_tokens
@@ -59,7 +60,7 @@ def make_request(
         raise TypeError(f"cache must be True or False, got {cache!r}")
     model = engine.model
     params.validate_for(model.vocab_size)
-    tokens = tokens_of(model, prompt)
+    tokens, media = keyed_tokens(engine, prompt, options.get("media", ()))
     view = model.view(options.get("loops"), options.get("cache_window", 0))
     if prefix is not None:
         require_prefix(engine, prefix, tokens, view, namespace)
@@ -78,9 +79,19 @@ def make_request(
         retain=_retention(options.get("retain")),
         view=view,
         cache=cache,
+        media=media,
         prefix=prefix,
         matcher=None if params.grammar is None else engine.grammars.matcher(params.grammar, ends),
     )
+
+
+def keyed_tokens(
+    engine: Engine, prompt: Prompt, media: Sequence[MediaSpan], new: bool = True
+) -> tuple[Int32, tuple[MediaSpan, ...]]:
+    """A prompt's token ids with those of its media in their places (see MediaIds.keyed), and the spans in order."""
+    tokens, model = tokens_of(engine.model, prompt), engine.model
+    spans = check_spans(media, len(tokens), model.media_size, model.name)
+    return engine.media_ids.keyed(tokens, spans, new), spans
 
 
 def _retention(retain: Retain) -> Retention | None:

@@ -12,9 +12,9 @@ class RequestOutput:
 
     token_ids holds every generated token; an end id is left out unless `include_stop` asks for it. text ends where a
     stop string begins, token_ids do not: usage counts what was generated. logprobs, if asked for, has one TokenLogprob
-    for each of token_ids; prompt_logprobs one for each token of the prompt, the first None (fewer where the request
-    ended before its prompt was computed). num_cached_tokens of the prompt were attached instead of computed;
-    num_computed_tokens counts rows, recomputation after preemptions included.
+    for each of token_ids; prompt_logprobs one for each token of the prompt, None for the first and for media (fewer
+    where the request ended before its prompt was computed). num_cached_tokens of the prompt were attached instead of
+    computed; num_computed_tokens counts rows, recomputation after preemptions included.
 
     All of it is plain values: `json.dumps(dataclasses.asdict(output), allow_nan=False)` is valid JSON.
 

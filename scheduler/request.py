@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from paged.draw import TokenLogprob
 from paged.matcher import GrammarMatcher
+from paged.media import MediaSpan
 from paged.prefix.cursor import Cursor
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.retention import Retain, Retention
@@ -60,6 +62,8 @@ class RequestOptions(TypedDict, total=False):
                   a number of seconds, or a Retention with a priority; None: nothing is known
     cache         False: nothing is attached from the prefix cache and nothing enters it, neither while the request runs
                   nor when it ends; after a preemption it computes all of its tokens again. A `prefix` is still used
+    media         spans of the prompt whose embeddings are given; see MediaSpan. They are cached by content: another one
+                  is a miss, and a match that would end inside a span ends where it begins
     prefix        a handle from `build_prefix` of the prompt's first tokens, or of all of them: then the first token
                   comes without a forward
     """
@@ -72,6 +76,7 @@ class RequestOptions(TypedDict, total=False):
     cache_window: int
     retain: Retain
     cache: bool
+    media: Sequence[MediaSpan]
     prefix: PrefixHandle | None
 
 
@@ -79,9 +84,11 @@ class RequestOptions(TypedDict, total=False):
 class Request:
     """One request. While it runs, its tokens and counts live in the scheduler's slot arrays, not here.
 
-    `known` holds prompt and output whenever the request has no slot: before admission, after preemption, at the
-    end. `scored` are the log probabilities of its prompt so far, from the second token on, if it asks for them: they
-    outlive a preemption. `limit` is the number of tokens at which it ends with "length".
+    `prompt` has ids below 0 where there is media (see MediaIds): the same tokens go through scheduler and cache, and a
+    model gets the embeddings of `media` there. `known` holds prompt and output whenever the request has no slot: before
+    admission, after preemption, at the end. `scored` are the log probabilities of its prompt so far, from the second
+    token on, if it asks for them: they outlive a preemption. `limit` is the number of tokens at which it ends with
+    "length".
     """
 
     id: str
@@ -96,13 +103,14 @@ class Request:
     retain: Retention | None = None
     view: KVView = ONE_GROUP  # what it uses of the page groups, by its depth and its cache window
     cache: bool = True  # False: the prefix cache neither serves nor keeps it; then it has no cursor
+    media: tuple[MediaSpan, ...] = ()  # in order of position
     prefix: PrefixHandle | None = None  # its first tokens, computed: used where the cache has less of them
     matcher: GrammarMatcher | None = None  # where its output stands in params.grammar; preemption does not move it
     arrival: int = 0  # order of submission
     state: RequestState = RequestState.WAITING
     known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     cursor: Cursor | None = None
-    scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    scored: list[TokenLogprob | None] = field(default_factory=list["TokenLogprob | None"])
     stop_digests: dict[int, bytes] = field(default_factory=dict[int, bytes])  # by position; see Checkpointer
     slot: int = -1
     finish_reason: str | None = None

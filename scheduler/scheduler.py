@@ -168,6 +168,7 @@ class Scheduler:
         request.finish_reason = reason
         if request.slot < 0:
             request.cursor = request.prefix = None  # whoever keeps the request keeps no pages
+        request.media = ()
         del self.requests[request.id]
         self.stats.num_finished += 1
         self.stats.num_cancelled += reason == "cancelled"

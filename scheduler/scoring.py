@@ -34,7 +34,8 @@ def score_prompts(plan: StepPlan, logits: torch.Tensor) -> dict[Request, str]:
     return bad
 
 
-def _scores(rows: ScoredRows, logits: torch.Tensor) -> Iterator[TokenLogprob]:
+def _scores(rows: ScoredRows, logits: torch.Tensor) -> Iterator[TokenLogprob | None]:
+    """One a row; None where the next position is media, which has no probability."""
     request, num_top = rows.request, rows.request.params.prompt_logprobs or 0
     for start in range(0, rows.count, _BLOCK):
         block = logits[start : start + _BLOCK].detach().to("cpu", torch.float32).numpy()
@@ -47,4 +48,4 @@ def _scores(rows: ScoredRows, logits: torch.Tensor) -> Iterator[TokenLogprob]:
                 "but hold NaN or +inf or nothing but -inf"
             )
         for row, token in zip(block, request.prompt[position + 1 :].tolist(), strict=False):
-            yield token_logprob(row, token, num_top)
+            yield token_logprob(row, token, num_top) if token >= 0 else None

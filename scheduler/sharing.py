@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
+from paged.media import is_inside
 from scheduler.request import Int32, Request
 from scheduler.slots import Slots
 
@@ -66,6 +67,8 @@ class StepSharing:
                 break
             parent = found[0]
             pages.append(found[1])
+        while pages and is_inside(known[(cursor.depth + len(pages)) * size]):  # no match ends inside a media span
+            pages.pop()
         return np.stack(pages, axis=1) if pages else None
 
     def expect(self, request: Request) -> None:

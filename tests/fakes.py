@@ -73,8 +73,19 @@ def narrower(window: int, other: int) -> int:
     return min(window, other) if window and other else window or other
 
 
+def embedded(batch: ForwardBatch) -> np.ndarray:
+    """The token ids of a batch; the first value of an embedding is that of its token."""
+    tokens = batch.tokens.astype(np.int64)
+    for row, values in batch.media:
+        assert (tokens[row : row + len(values)] < 0).all(), "media where there is a token"
+        tokens[row : row + len(values)] = values[:, 0]
+    assert (tokens >= 0).all(), "an id of media, and no embedding"
+    return tokens
+
+
 class EchoModel(LanguageModel):
     windows_cache = True
+    media_size = 2
 
     def __init__(
         self,
@@ -100,12 +111,12 @@ class EchoModel(LanguageModel):
         self.num_forwards += 1
         self.num_rows += len(batch.tokens)
         planes = storage.pages[:, 0, 0, 0].numpy()  # [num_pages, page_size, 8]
-        digests = np.zeros(len(batch.tokens), np.uint64)
+        digests, tokens = np.zeros(len(batch.tokens), np.uint64), embedded(batch)
         for group, plan in enumerate(self._plans(batch, storage)):
             page, offset = plan.slots // storage.page_size, plan.slots % storage.page_size
             deep = np.repeat(self._deep(batch, group), np.diff(batch.q_indptr))
             page, offset = page[deep], offset[deep]
-            planes[page, offset, 0] = batch.tokens[deep]
+            planes[page, offset, 0] = tokens[deep]
             planes[page, offset, 1] = plan.positions[deep]
             planes[page, offset, 2] = group
             deep = self._deep(batch, group)
@@ -193,13 +204,13 @@ class EchoHybrid(EchoModel):
 
     def forward(self, batch: ForwardBatch, storage) -> torch.Tensor:
         assert batch.states is not None and batch.state_slots is not None
-        moved = np.zeros(len(batch.tokens), np.uint64)
+        moved, tokens = np.zeros(len(batch.tokens), np.uint64), embedded(batch)
         with batch.states.advance(batch.state_slots, batch.q_indptr, batch.kv_lens) as slots:
             digests = batch.states.planes["digest"].numpy().view(np.uint64)
             for s, slot in enumerate(slots.tolist()):
                 rows = slice(int(batch.q_indptr[s]), int(batch.q_indptr[s + 1]))
                 if slot >= 0:
-                    moved[rows] = self._moved(digests[slot, 0], batch.tokens[rows])
+                    moved[rows] = self._moved(digests[slot, 0], tokens[rows])
                     digests[slot, 0] = moved[rows][-1]
                     batch.states.planes["carry"][slot] += 1.0
         logits = super().forward(batch, storage).numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from paged.errors import UnsupportedShape
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.kv.storage import PageStorage
+from paged.media import Float32
 from paged.ops.plan import AttendPlan, Int32, make_plan
 from paged.spec import KVSpec, KVView, StateSpec
 
@@ -34,6 +35,8 @@ class ForwardBatch:
     loops          int32 [S]               iterations of each sequence in a looped model; None = its default_loops
     cache_windows  int32 [S]               positions that queries of each sequence see at most, in every layer; 0 =
                                            all. None = all see all
+    media                                  (row, fp32 [n, media_size]): embeddings of n rows from that one on, in place
+                                           of those of their tokens, which are below 0 there
     """
 
     tokens: Int32
@@ -45,6 +48,7 @@ class ForwardBatch:
     states: StatePool | None = None
     loops: Int32 | None = None
     cache_windows: Int32 | None = None
+    media: list[tuple[int, Float32]] = field(default_factory=list[tuple[int, Float32]])
 
     def plans(self, page_size: int) -> list[AttendPlan]:
         """One AttendPlan a group, of all rows."""
@@ -73,6 +77,7 @@ class LanguageModel:
     max_loops      iterations that a batch may ask for; 0 = not looped
     input_size     values of the input of an attention block, where pages may keep it instead of K and V (a kv_dtype
                    with "-h"); 0 = they may not
+    media_size     values of an embedding, where `forward` heeds `batch.media`; 0 = requests with media are refused
     windows_cache  whether `forward` heeds `batch.cache_windows`; else such sequences are refused
     """
 
@@ -90,6 +95,7 @@ class LanguageModel:
     max_loops: int = 0
     windows_cache: bool = False
     input_size: int = 0
+    media_size: int = 0
 
     def forward(self, batch: ForwardBatch, storage: PageStorage) -> torch.Tensor:
         """Append K and V of the batch's rows to their pages and return fp32 logits `[R, vocab_size]`.

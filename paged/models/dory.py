@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from paged.kv.storage import PageStorage
 from paged.loaders.checkpoint import expected_tensors
@@ -18,7 +17,7 @@ from paged.models.base import ForwardBatch
 from paged.models.config import ModelConfig
 from paged.models.delta import by_rows
 from paged.models.fingerprint import fingerprint_of, tensor_digest
-from paged.models.layers import silu_mul, unit_norm
+from paged.models.layers import embed, silu_mul, unit_norm
 from paged.models.linear import PackedLinear, row_mode
 from paged.models.looped import Loops
 from paged.models.rotary import Rotary, Rotation
@@ -88,6 +87,7 @@ class DoryModel(Loops):
         self.device = torch.device(device)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
+        self.media_size = config.hidden_size
         self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
         self.name = config.family
         self._places, self.spec = self._page_groups(config)
@@ -117,8 +117,7 @@ class DoryModel(Loops):
         return _DoryStep(self, batch, storage, seqs)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
-        tokens = torch.from_numpy(batch.tokens.astype(np.int64))  # a copy: torch warns of arrays it may not write to
-        return F.embedding(tokens.to(self.device), self._embed).float()
+        return embed(batch, self._embed)
 
     def _carried(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [x, unit_norm(x, torch.empty_like(x))]

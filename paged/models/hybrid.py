@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from paged.errors import GeometryMismatch
 from paged.kv.storage import PageStorage
@@ -17,7 +16,7 @@ from paged.models.base import ForwardBatch, LanguageModel
 from paged.models.config import ModelConfig
 from paged.models.delta import DeltaStep, GatedDelta, by_rows, delta_state_spec
 from paged.models.fingerprint import fingerprint_of, tensor_digest
-from paged.models.layers import RMSNorm, silu_mul
+from paged.models.layers import RMSNorm, embed, silu_mul
 from paged.models.linear import PackedLinear, row_mode
 from paged.models.rotary import Rotary
 from paged.models.step import Place, Step
@@ -90,6 +89,7 @@ class HybridModel(LanguageModel):
         self.device = torch.device(device)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
+        self.media_size = config.hidden_size
         self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
         self.name = config.family
         self._shape = config.delta
@@ -131,7 +131,7 @@ class HybridModel(LanguageModel):
         if states.spec != self.state_spec:
             raise GeometryMismatch("these states were made for another model; make them with model.create_state_pool()")
         step = Step(self, batch, storage)
-        x = F.embedding(torch.from_numpy(batch.tokens).to(self.device), self._embed).float()
+        x = embed(batch, self._embed)
         with states.advance(batch.state_slots, batch.q_indptr, batch.kv_lens) as slots:
             delta = DeltaStep(slots, batch.q_indptr, states)
             for layer in self._layers:

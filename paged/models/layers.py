@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from paged.models.base import ForwardBatch
 
 # torch runs an elementwise loop of at most this many elements in one thread (at::internal::GRAIN_SIZE), and cuts a
 # longer one into equal shares, at least this long.
 _SERIAL = 32768
 # Elements of one pass of torch's vectorised loops: two registers of the widest kind, AVX-512.
 _VECTOR = 32
+
+
+def embed(batch: ForwardBatch, table: torch.Tensor) -> torch.Tensor:
+    """What enters the first layer, fp32 `[T, hidden_size]`, new memory: rows of `table`, and media in their places."""
+    tokens = batch.tokens.astype(np.int64)  # a copy: torch warns of arrays it may not write to
+    if batch.media:
+        np.maximum(tokens, 0, out=tokens)
+    x = F.embedding(torch.from_numpy(tokens).to(table.device), table).float()
+    for row, values in batch.media:
+        x[row : row + len(values)] = torch.from_numpy(np.array(values)).to(x.device)
+    return x
 
 
 class RMSNorm:

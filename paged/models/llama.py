@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from paged.errors import MissingTensor
 from paged.kv.storage import PageStorage
@@ -16,7 +15,7 @@ from paged.loaders.checkpoint import expected_tensors
 from paged.models.base import ForwardBatch, LanguageModel
 from paged.models.config import ModelConfig
 from paged.models.fingerprint import fingerprint_of, tensor_digest
-from paged.models.layers import RMSNorm, silu_mul
+from paged.models.layers import RMSNorm, embed, silu_mul
 from paged.models.linear import PackedLinear, row_mode
 from paged.models.rotary import Rotary
 from paged.models.step import Place, Step
@@ -70,6 +69,7 @@ class LlamaModel(LanguageModel):
         self.device = torch.device(device)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
+        self.media_size = config.hidden_size
         self.max_seq_len = min(config.max_seq_len, max_seq_len or config.max_seq_len)
         self.name = config.family
         self._places, self.spec = self._page_groups(config)
@@ -96,9 +96,7 @@ class LlamaModel(LanguageModel):
         return self._logits(x, batch)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
-        """What enters the first layer, fp32 `[T, hidden_size]`, new memory."""
-        tokens = torch.from_numpy(batch.tokens.astype(np.int64))  # a copy: torch warns of arrays it may not write to
-        return F.embedding(tokens.to(self.device), self._embed).float()
+        return embed(batch, self._embed)
 
     def _run(self, layer: Layer, place: Place, x: torch.Tensor, step: Step) -> None:
         """Add what one layer contributes to x, `[T, hidden_size]`; its K and V rows are appended."""

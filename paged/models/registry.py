@@ -129,6 +129,7 @@ _OPTIONAL = (
     "max_loops",
     "windows_cache",
     "input_size",
+    "media_size",
 )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from paged.errors import GeometryMismatch, SessionInUse
 from paged.kv.pages import PagePool
+from paged.media import is_inside, span_start
 from paged.prefix.checkpoints import CheckpointStore
 from paged.prefix.cursor import NO_NODE, Cursor
 from paged.prefix.events import PagesCleared
@@ -63,6 +64,14 @@ class PrefixCache(PageTree):
         if pool.state_spec is not None:
             self.checkpoints = CheckpointStore(pool, self.num_groups, max_states, max_state_bytes, self.stats)
         self.pins = Pins(pool, pool.max_pages // 2 if max_pinned_pages is None else max_pinned_pages)
+
+    def seek(self, cursor: Cursor, prompt: Int32, exact: bool = True) -> int:
+        """As PageTree.seek; a match that would end inside a media span ends where that begins."""
+        matched = super().seek(cursor, prompt, exact)
+        while matched and is_inside(prompt[matched]):
+            prompt = prompt[: span_start(prompt, matched) + 1]
+            matched = super().seek(cursor, prompt, exact)
+        return matched
 
     # By hand: a session donates and attaches ------------------------------------------------------------------
 
@@ -289,7 +298,8 @@ class PrefixCache(PageTree):
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write all that is cached to one safetensors file; returns the pages written. `load` takes it in elsewhere.
 
-        Pages, tokens, chains, checkpoints and the order of use; no pins. Nothing here changes, and `path` is replaced
+        Pages, tokens, chains, checkpoints and the order of use; no pins, and nothing from a media span on. Nothing here
+        changes, and `path` is replaced
         only once the new file is whole. The file holds what the prompts say. GeometryMismatch where the pool has no
         storage or its model no fingerprint, OSError where the file cannot be written.
         """

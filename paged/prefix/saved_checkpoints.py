@@ -11,6 +11,7 @@ import torch
 
 from paged.kv.pages import Int32
 from paged.kv.state import StatePool
+from paged.media import holds_media
 from paged.prefix.checkpoints import CheckpointStore
 from paged.prefix.hashing import fields_of
 from paged.prefix.saved_file import Part, SavedFile
@@ -62,8 +63,9 @@ class SavedCheckpoints:
 
     @classmethod
     def of(cls, store: CheckpointStore) -> SavedCheckpoints:
-        """Every checkpoint of a store. O(tokens); the states are not copied."""
-        kept, namespaces, size = list(store), store.namespaces(), store.pool.page_size
+        """Every checkpoint of a store but for those with media in it. O(tokens); the states are not copied."""
+        kept = [c for c in store if not holds_media(c.tokens[None]).any()]
+        namespaces, size = store.namespaces(), store.pool.page_size
         records = [
             CheckpointRecord(
                 namespaces.index(c.namespace), c.opening, c.preview, c.born_at, c.num_hits, c.last_hit_at, c.num_tokens

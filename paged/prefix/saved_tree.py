@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import torch
 
-from paged.kv.pages import Int32
+from paged.kv.pages import Int32, Int64
+from paged.media import holds_media
 from paged.prefix.hashing import fields_of
 from paged.prefix.index import NO_NODE, NO_PAGE
 from paged.prefix.saved_file import Part, SavedFile
@@ -17,6 +18,7 @@ from paged.spec import KVView
 
 if TYPE_CHECKING:
     from paged.prefix.cache import PrefixCache
+    from paged.prefix.index import PrefixIndex
 
 
 class ChainRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,10 +77,12 @@ class SavedTree:
 
     @classmethod
     def of(cls, cache: PrefixCache) -> SavedTree:
-        """Every node of a cache. O(nodes log nodes)."""
+        """Every node of a cache, but for media and what stands on it: their ids mean something in this process alone.
+        O(nodes log nodes)."""
         index = cache.index
         live = np.flatnonzero(index.birth >= 0)
         live = live[np.argsort(index.birth[live])]  # children are younger than their parents
+        live = _without_media(index, live)
         number = np.full(len(index.birth), NO_NODE, np.int32)
         number[live] = np.arange(len(live))
         namespaces = index.namespaces()
@@ -172,6 +176,18 @@ class SavedTree:
         expect((self.last_use >= 0).all(), "an order of last use from 0 on", int(self.last_use.min(initial=0)))
         both = np.column_stack([self.parent, self.tokens])
         expect(len(np.unique(both, axis=0)) == n, "different children below each page", "two with the same tokens")
+
+
+def _without_media(index: PrefixIndex, live: Int64) -> Int64:
+    """The nodes of `live`, parents first, in front of any media."""
+    own = holds_media(index.tokens[live])
+    if not own.any():
+        return live
+    gone = np.zeros(len(index.birth), np.bool_)
+    gone[live] = own
+    for node, parent in zip(live.tolist(), index.parent[live].tolist(), strict=True):
+        gone[node] |= parent >= 0 and gone[parent]
+    return live[~gone[live]]
 
 
 def _record(chain: PrefixChain | None) -> ChainRecord:
