@@ -53,7 +53,9 @@ class PromptLookup:
         if not len(best):
             return tokens[:0]
         start = int(best[-1]) + 1
-        return tokens[start : start + most]
+        guess = tokens[start : start + most]
+        media = np.flatnonzero(guess < 0)  # ids that stand for media, which nobody draws
+        return guess[: media[0]] if len(media) else guess
 
 
 PROPOSERS = {"prompt_lookup": PromptLookup}

@@ -61,3 +61,9 @@ def test_names_and_sizes_are_checked() -> None:
     for grams in ((1, 2), (2, 0)):
         with pytest.raises(ValueError, match=r"1 <= least_ngram <= most_ngram"):
             PromptLookup(*grams)
+
+
+def test_nothing_is_proposed_from_a_media_span_on() -> None:
+    tokens = np.array([1, 2, 3, -5, -6, 4, 1, 2], np.int32)
+    assert PromptLookup().propose(tokens, 4).tolist() == [3]
+    assert PromptLookup().propose(np.array([1, 2, -5, 4, 1, 2], np.int32), 4).tolist() == []
