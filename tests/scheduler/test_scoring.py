@@ -13,7 +13,7 @@ from fakes import EchoAfter, EchoHybrid, EchoLooped, EchoModel
 
 from paged.draw import TokenLogprob, token_logprob
 from paged.errors import InvalidRequest
-from scheduler import Engine, SamplingParams
+from scheduler import Engine, SamplingParams, SchedulerConfig
 
 SCORED = SamplingParams(max_tokens=4, prompt_logprobs=2)
 
@@ -249,6 +249,34 @@ def test_a_row_of_the_prompt_without_logits_fails_its_request_alone(at: int, max
     assert engine.prefix_match_len(victim) == 0
     engine.check()
     assert engine.pool.num_live == 0 and not engine.has_work
+
+
+def test_rows_that_fail_after_their_request_was_cancelled_touch_nobody() -> None:
+    config = SchedulerConfig(plan_ahead=True, max_num_batched_tokens=16, max_num_seqs=2)
+    engine, victim = engine_of(config=config), span(50, 41)
+    forward = engine.model.forward
+
+    def poisoned(batch, storage):
+        logits = forward(batch, storage)
+        logits[torch.from_numpy(batch.tokens[batch.logit_rows] == 70)] = float("nan")
+        return logits
+
+    engine.model.forward = poisoned  # type: ignore[method-assign]
+    engine.submit(victim, SCORED, request_id="a")
+    other = engine.submit(span(0, 20), SCORED)
+    engine.step()  # the step of position 20 runs already
+    assert engine.cancel("a")
+    engine.submit(span(0, 30), SCORED, request_id="a")
+    outputs = {}
+    while engine.has_work:
+        for event in engine.step():
+            if event.output is not None:
+                outputs.setdefault(event.request_id, []).append(event.output)
+        engine.check()
+    cancelled, again = outputs["a"]
+    assert cancelled.finish_reason == "cancelled" and len(cancelled.prompt_logprobs) == 17
+    assert again.prompt_logprobs == expected(engine.model, span(0, 30), 2)
+    assert outputs[other][0].prompt_logprobs == expected(engine.model, span(0, 20), 2)
 
 
 def test_an_output_is_valid_json() -> None:
