@@ -19,6 +19,7 @@ LOGPROB_FLOOR = -9999.0  # reported in place of anything lower: JSON has no infi
 
 _BLOCK = 256  # weights summed together before the cumulative sum
 _HEAD = 256  # weights that top_p sorts at first
+_GROUP = 32  # values whose maximum stands for them, at most, where the largest of all are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +119,26 @@ def largest(values: Row, k: int) -> Int64:
     """The indices of the k largest values, ascending; of equal values at the edge, the first. O(V), k >= 1."""
     if k >= len(values):
         return np.arange(len(values))
-    edge = np.partition(values, len(values) - k)[len(values) - k]
-    ids = np.flatnonzero(values >= edge)
+    near = _near_top(values, k)
+    close = values[near]
+    edge = np.partition(close, len(close) - k)[len(close) - k]
+    ids = near[close >= edge]
     excess = len(ids) - k
     return np.delete(ids, np.flatnonzero(values[ids] == edge)[-excess:]) if excess else ids
+
+
+def _near_top(values: Row, k: int) -> Int64:
+    """Indices, ascending, that hold the k largest values and few others, 1 <= k <= len(values).
+
+    At least k values reach the k-th largest of the maxima of equal groups. So what is left to partition is short, and
+    all of `values` is only compared: a third of the time of np.partition on a vocabulary.
+    """
+    size = min(_GROUP, len(values) // (4 * k))
+    if size < 4:
+        return np.arange(len(values))
+    groups = len(values) // size
+    peaks = values[: groups * size].reshape(size, groups).max(axis=0)
+    return np.flatnonzero(values >= np.partition(peaks, groups - k)[groups - k])
 
 
 def _nucleus(logits: Row, weights: Float64, top_p: float) -> Int64:
@@ -131,7 +148,8 @@ def _nucleus(logits: Row, weights: Float64, top_p: float) -> Int64:
     """
     goal, size = top_p * weights.sum(), min(_HEAD, len(weights))
     while True:
-        head = np.sort(np.partition(weights, len(weights) - size)[len(weights) - size :])[::-1]
+        close = weights[_near_top(weights, size)]
+        head = np.sort(np.partition(close, len(close) - size)[len(close) - size :])[::-1]
         enough = int(np.cumsum(head).searchsorted(goal)) + 1
         if enough <= size or size == len(weights):
             return largest(logits, enough)

@@ -210,11 +210,10 @@ class Sampler:
                 row[~allowed] = -np.inf
             if masked:
                 mask(row, self._end_ids[slot])
+            if not np.isfinite(row.max()):
+                return -1
             logits = row
-        best = int(logits.argmax())
-        if not np.isfinite(logits[best]):
-            return -1
-        return best if params.greedy else pick(logits, params, u)
+        return int(logits.argmax()) if params.greedy else pick(logits, params, u)
 
     def check(self) -> None:
         """Assert the invariants of the class docstring. O(num_slots)."""

@@ -188,6 +188,24 @@ def test_top_p_keeps_the_smallest_set_that_is_heavy_enough(raw: list[int], top_p
         draw._HEAD = usual
 
 
+@pytest.mark.parametrize("kind", ["spread", "ties", "few finite", "equal", "ascending", "descending"])
+@pytest.mark.parametrize("size", [200, 4096, 5001])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_of_many_are_those_of_sorting_them(kind: str, size: int, dtype: type) -> None:
+    rng = np.random.default_rng(size)
+    values = {
+        "spread": rng.normal(size=size),
+        "ties": rng.integers(0, 40, size),
+        "few finite": np.where(rng.random(size) < 0.004, rng.normal(size=size), -np.inf),
+        "equal": np.zeros(size),
+        "ascending": np.arange(size),
+        "descending": -np.arange(size),
+    }[kind].astype(dtype)
+    order = np.argsort(-values, kind="stable")
+    for k in (1, 2, 7, 40, 41, 256, size // 4, size - 1, size, size + 1):
+        assert np.array_equal(largest(values, k), np.sort(order[:k]))
+
+
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.999, 1 - 2**-53])
 @pytest.mark.parametrize("flat", [False, True])
 def test_top_p_over_a_vocabulary_larger_than_what_it_sorts_at_first(top_p: float, flat: bool) -> None:
