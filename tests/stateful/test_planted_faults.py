@@ -23,7 +23,7 @@ from scheduler import placement
 from scheduler import scheduler as scheduling
 from scheduler.drafts import Drafter
 from scheduler.placement import Placer
-from scheduler.publishing import _publish
+from scheduler.publishing import publish_step
 from scheduler.scheduler import Scheduler
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
@@ -242,8 +242,8 @@ def pages_are_published_before_the_commit(patch: Patch) -> None:
     def schedule(self: Scheduler):
         plan = real(self)
         if plan is not None:
-            for slot, end in zip(plan.slots.tolist(), plan.batch.kv_lens.tolist(), strict=True):
-                _publish(self.cache, self.state, self.request_at(slot), end)
+            ends = plan.batch.kv_lens
+            publish_step(self.cache, self.state, plan.slots, ends - plan.num_tokens, ends)
         return plan
 
     patch.setattr(Scheduler, "schedule", schedule)
