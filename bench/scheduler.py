@@ -3,9 +3,10 @@
     python bench/scheduler.py --json --save
 
 Decode steps at 16 to 1024 running requests, one new page each every 16 steps; the same with a head of the queue that
-does not fit, of 130k tokens, whose prefix is not cached; admissions of prompts of 32k and 128k tokens, cold and warm;
-`match_len` of a cached 32k prompt. Tokens are made up; pages have no storage. Medians over repeats. Where vLLM's
-scheduler can be imported, it takes the same decode steps (`vllm`), and `ratio` is its mean step over ours.
+does not fit, of 130k tokens, whose prefix is not cached; the same under each policy with 100 requests waiting, none of
+which fits; admissions of prompts of 32k and 128k tokens, cold and warm; `match_len` of a cached 32k prompt. Tokens are
+made up; pages have no storage. Medians over repeats. Where vLLM's scheduler can be imported, it takes the same decode
+steps (`vllm`), and `ratio` is its mean step over ours.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paged.kv.pages import PagePool
 from paged.prefix.cache import PrefixCache
 from paged.sampling import SamplingParams
 from scheduler.config import SchedulerConfig
+from scheduler.policy import POLICIES
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
@@ -39,17 +41,17 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 class Bench:
     """A scheduler over pages without storage, whose model is a random number generator."""
 
-    def __init__(self, num_seqs: int, max_seq_len: int, num_pages: int, budget: int, cache: bool = True) -> None:
+    def __init__(self, num_seqs: int, max_seq_len: int, num_pages: int, budget: int, policy: str = "fcfs") -> None:
         self.pool = PagePool(num_pages, PAGE_SIZE)
-        self.cache = PrefixCache(self.pool, partial=True) if cache else None
-        config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+        self.cache = PrefixCache(self.pool, partial=True)
+        config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget, policy=policy)
         self.scheduler = Scheduler(self.pool, max_seq_len, config, self.cache)
         self.rng = np.random.default_rng(0)
         self.count = 0
 
-    def submit(self, prompt: np.ndarray, max_tokens: int) -> Request:
+    def submit(self, prompt: np.ndarray, max_tokens: int, **options: Any) -> Request:
         limit = self.scheduler.fit(len(prompt), max_tokens)
-        request = Request(f"r{self.count}", prompt, SamplingParams(max_tokens=max_tokens), 0, (), limit)
+        request = Request(f"r{self.count}", prompt, SamplingParams(max_tokens=max_tokens), 0, (), limit, **options)
         self.count += 1
         self.scheduler.add(request)
         return request
@@ -67,20 +69,26 @@ class Bench:
         return schedule + commit, len(plan.slots)
 
 
-def decode(running: int, steps: int, head: bool = False) -> dict[str, float]:
-    """Microseconds a step and a request, everything decoding; with `head`, a prompt waits that cannot be admitted."""
+def decode(running: int, steps: int, head: bool = False, policy: str = "fcfs", waiting: int = 0) -> dict[str, float]:
+    """Microseconds a step and a request, everything decoding; with `head`, a prompt waits that cannot be admitted.
+
+    With `waiting`, so many of 50 namespaces wait for a slot that is free and for pages that are not.
+    """
     own = -(-(96 + steps) // PAGE_SIZE)  # pages that a running request comes to hold
-    bench = Bench(running + 1, 140_000, running * own + 8, 64 * running)
+    bench = Bench(running + 1, 140_000, running * own + 8, 64 * running, policy)
     for _ in range(running):
-        bench.submit(bench.prompt(48), steps + 40)
+        bench.submit(bench.prompt(48), steps + 40, namespace=f"n{bench.count % 50}" if waiting else "")
     while bench.scheduler.state.num_running < running:
         bench.step()
     for _ in range(16):
         bench.step()
     if head:
         bench.submit(bench.prompt(min(130_000, (bench.pool.num_available + 1) * PAGE_SIZE)), 8)
+    long = bench.prompt((bench.pool.num_available + 1) * PAGE_SIZE) if waiting else bench.prompt(0)
+    for i in range(waiting):
+        bench.submit(long, 8, namespace=f"n{i % 50}", priority=i % 3)
     seconds = [bench.step()[0] for _ in range(steps)]
-    assert bench.scheduler.state.num_running == running and len(bench.scheduler.waiting) == head
+    assert bench.scheduler.state.num_running == running and len(bench.scheduler.waiting) == head + waiting
     step_us = statistics.median(seconds) * 1e6
     mean_us = statistics.fmean(seconds) * 1e6  # with the steps in which pages are taken and published
     return {
@@ -130,6 +138,10 @@ def main() -> None:
                 peer["ratio"] = round(peer["us_a_request"] / figures[name][running]["us_a_request"], 1)
             figures[name][running]["vllm"] = peer
             print(f"{name:26} {running:5d} running {figures[name][running]}", flush=True)
+    figures["policies"] = {}
+    for policy in POLICIES:
+        figures["policies"][policy] = decode(256, args.steps, policy=policy, waiting=100)
+        print(f"{policy:26}   256 running, 100 waiting {figures['policies'][policy]}", flush=True)
     for tokens in (32_768, 131_072):
         figures["admission"][tokens] = admission(tokens, args.repeat)
         print(f"admission of {tokens:7d} tokens {figures['admission'][tokens]}", flush=True)

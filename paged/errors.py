@@ -8,6 +8,7 @@
     │   ├── PromptTooLong                 longer than the model, or than the whole pool, can hold
     │   │   └── ContextTooLong            prompt and max_tokens exceed max_seq_len; a RuntimeError as well
     │   └── DuplicateRequest              the id is still live
+    ├── QueueFull (RuntimeError)          as many requests or tokens wait as may; the same request may come again later
     ├── OutOfPages (RuntimeError)         the pool has fewer free and evictable pages than asked for
     ├── GeometryMismatch (RuntimeError)   pool, session and cache were built for different models
     ├── BadLogits (RuntimeError)          rows of logits that no token can be drawn from
@@ -61,6 +62,10 @@ class ContextTooLong(PromptTooLong, RuntimeError):
 
 class DuplicateRequest(InvalidRequest):
     """A request id that is still live was submitted again."""
+
+
+class QueueFull(PagedError, RuntimeError):
+    """The queue holds as much as it may; nothing is wrong with the request, and it may be submitted again later."""
 
 
 class OutOfPages(PagedError, RuntimeError):

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from scheduler.async_engine import AsyncEngine
     from scheduler.config import SchedulerConfig
     from scheduler.engine import Engine
+    from scheduler.forecast import Forecast
     from scheduler.model import Model
     from scheduler.output import Event, RequestOutput
     from scheduler.policy import Policy
+    from scheduler.quota import Quota
     from scheduler.request import PrefillStops, Request
     from scheduler.scheduler import Scheduler
     from scheduler.step import StepPlan
@@ -26,11 +28,13 @@ _HOME = {
     "AsyncEngine": "scheduler.async_engine",
     "Engine": "scheduler.engine",
     "Event": "scheduler.output",
+    "Forecast": "scheduler.forecast",
     "Model": "scheduler.model",
     "Grammar": "paged.grammar",
     "MediaSpan": "paged.media",
     "Policy": "scheduler.policy",
     "PrefillStops": "scheduler.request",
+    "Quota": "scheduler.quota",
     "Request": "scheduler.request",
     "RequestOutput": "scheduler.output",
     "SamplingParams": "paged.sampling",
@@ -43,11 +47,13 @@ __all__ = [
     "AsyncEngine",
     "Engine",
     "Event",
+    "Forecast",
     "Grammar",
     "MediaSpan",
     "Model",
     "Policy",
     "PrefillStops",
+    "Quota",
     "Request",
     "RequestOutput",
     "SamplingParams",

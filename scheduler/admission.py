@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
 from scheduler.checkpointer import Checkpointer
+from scheduler.chunking import NO_CAP
 from scheduler.config import SchedulerConfig
 from scheduler.placement import Placement, Placer
 from scheduler.queue import WaitingQueue
+from scheduler.quotas import Quotas
 from scheduler.request import Request, RequestState
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
@@ -29,7 +30,8 @@ class Admission:
     """Starts waiting requests in the policy's order while slots, budget and pages last.
 
     A request that does not fit is passed by: up to `lookahead` such requests in one pass, and each in at most
-    `max_bypass` passes; from then on every page that comes free is kept for it.
+    `max_bypass` passes; from then on every page that comes free is kept for it. Requests of a namespace that is at its
+    quota are not looked at.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Admission:
         placer: Placer,
         state: Slots,
         waiting: WaitingQueue,
-        sharing: StepSharing,
+        quotas: Quotas,
         states: StatePool | None,
         stats: SchedulerStats,
     ) -> None:
@@ -47,7 +49,9 @@ class Admission:
         self.checkpointer: Checkpointer | None = placer.checkpointer
         self.state = state
         self.waiting = waiting
-        self.sharing = sharing
+        self.sharing: StepSharing = placer.sharing
+        self.quotas = quotas
+        self.chunk_cap = NO_CAP  # rows of one request in this step
         self.states = states
         self.stats = stats
 
@@ -55,9 +59,15 @@ class Admission:
         """One pass; `budget` is the rows that this step still has."""
         done = Admitted()
         blocked: list[Request] = []
-        for request in self._candidates():
+        passed = 0  # of these, before the last one that started
+        self.placer.reserve.begin()
+        closed = self.quotas.full()
+        for request in self.waiting.policy.walk(self.waiting, closed):
             if budget <= 0 or not self.state.num_free:
                 break
+            if self.quotas.active and self.quotas.room_for(request) < 0:
+                closed.add(request.namespace)
+                continue
             try:
                 placement = self.placer.place(request, not self.state.num_running)
                 if placement is not None:
@@ -67,27 +77,23 @@ class Admission:
                 continue
             if placement is not None:
                 done.requests.append(request)
+                passed = len(blocked)
+                if self.quotas.is_full(request.namespace):
+                    closed.add(request.namespace)
                 budget -= self._announce(request, budget)
             else:
                 blocked.append(request)
                 if request.num_bypassed >= self.config.max_bypass or len(blocked) > self.config.lookahead:
                     break
-        last = done.requests[-1].arrival if done.requests else -1
-        for request in blocked:
-            if request.arrival < last:
-                request.num_bypassed += 1
+        for request in blocked[:passed]:
+            request.num_bypassed += 1
         return done
-
-    def _candidates(self) -> Iterable[Request]:
-        """The waiting requests that this pass may look at: admissions take them out of the queue while it iterates."""
-        bound = self.state.num_free + self.config.lookahead + 1
-        return [request for request, _ in zip(self.waiting, range(bound), strict=False)]
 
     def _announce(self, request: Request, budget: int) -> int:
         """Tell the rest of the pass which pages `request` fills; returns the rows that it computes in this step."""
         slot = request.slot
         need = int(min(self.state.known[slot], self.state.stop[slot]) - self.state.computed[slot])
-        chunk = min(need, budget, self.config.max_chunk_tokens or budget)
+        chunk = min(need, budget, self.chunk_cap)
         if self.checkpointer is None:
             self.sharing.offer(request, self.state, chunk)
             if chunk < need:
@@ -108,6 +114,9 @@ class Admission:
             self.states.restore(request.slot, placement.snapshot)
         if self.checkpointer is not None:
             self.checkpointer.begin(request, matched)
+        self.placer.reserve.started(request)
+        self.quotas.started(request)
+        self.waiting.policy.started(request, 0 if request.num_preemptions else request.num_prompt - matched)
         if request.num_preemptions:
             request.num_reattached_tokens += matched
             self.stats.reattached_tokens += matched
@@ -121,3 +130,9 @@ class Admission:
                 self.cache.count_checkpoint(request.num_prompt, matched)
             else:
                 self.cache.count(request.cursor, request.num_prompt)
+
+    def request_at(self, slot: int) -> Request:
+        """The request that runs in `slot`."""
+        request = self.state.requests[slot]
+        assert request is not None
+        return request

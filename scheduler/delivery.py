@@ -16,8 +16,8 @@ from scheduler.live import Live
 from scheduler.output import Event
 from scheduler.request import Request
 from scheduler.samples import Samples
-from scheduler.scheduler import Scheduler, StepResult
-from scheduler.step import StepPlan
+from scheduler.scheduler import Scheduler
+from scheduler.step import StepPlan, StepResult
 
 _EXPLAINED = 1000  # finished requests that explain() still knows
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.proposer import Proposer
+from scheduler.quotas import Quotas
 from scheduler.request import Int32, Request
 from scheduler.slots import Slots
 from scheduler.stats import SchedulerStats
@@ -19,9 +20,9 @@ class Drafter:
     """Puts a proposer's guesses behind the last known tokens of requests that decode.
 
     A draft takes what the step leaves: rows of the token budget after every chunk, and free pages, for which nothing
-    is evicted or preempted. It never reaches the limit of its request. A proposer that fails, or names an id outside
-    the vocabulary, is counted (`proposer_errors`) and proposes nothing for that request in that step. Requests with a
-    grammar are not drafted for: what may follow depends on each token before it.
+    is evicted or preempted and no quota exceeded. It never reaches the limit of its request. A proposer that fails, or
+    names an id outside the vocabulary, is counted (`proposer_errors`) and proposes nothing for that request in that
+    step. Requests with a grammar are not drafted for: what may follow depends on each token before it.
     """
 
     proposer: Proposer
@@ -29,6 +30,7 @@ class Drafter:
     vocab_size: int
     state: Slots
     stats: SchedulerStats
+    quotas: Quotas
 
     def draft(self, slots: Int32, num_tokens: Int32, budget: int) -> Int32:
         """Guess for those of `slots` that decode; returns the rows to add to each, int32 [len(slots)].
@@ -75,6 +77,8 @@ class Drafter:
         at = np.array([slot], np.int32)
         with suppress(Exception):  # a page that cannot be had is no reason to end a request that can do without
             while wanted > int(state.num_pages[slot]) * pool.page_size and pool.num_free >= columns:
+                if not self.quotas.may_take(slot, columns):
+                    break
                 state.extend(at)
         return int(state.num_pages[slot]) * pool.page_size
 

@@ -28,11 +28,13 @@ from scheduler.config import SchedulerConfig
 from scheduler.delivery import Delivery
 from scheduler.drafts import Drafter
 from scheduler.events import RequestEvent
+from scheduler.forecast import Forecast, dry_run
 from scheduler.intake import Prompt, keyed_tokens, tokens_of
 from scheduler.lock import FairLock
 from scheduler.metrics import metrics_text
 from scheduler.offline import run_batch
 from scheduler.output import Event, RequestOutput
+from scheduler.policy import Policy
 from scheduler.prefixes import build_prefix, build_resume
 from scheduler.proposer import Proposer, get_proposer
 from scheduler.request import RequestOptions
@@ -65,7 +67,7 @@ class Engine:
         max_seq_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
-        policy: str = "fcfs",
+        policy: str | Policy = "fcfs",
         eviction: str = "lru",
         proposer: str | Proposer | None = None,
         prefix_cache: bool = True,
@@ -115,8 +117,9 @@ class Engine:
         if guesses is not None:
             if states is not None:
                 raise ValueError("a model with recurrent state cannot take back drafts: leave proposer out")
+            state, quotas = self.scheduler.state, self.scheduler.quotas
             self.scheduler.drafter = Drafter(
-                guesses, self.config.num_drafts, self.model.vocab_size, self.scheduler.state, self.scheduler.stats
+                guesses, self.config.num_drafts, self.model.vocab_size, state, self.scheduler.stats, quotas
             )
         self.delivery = Delivery(self.scheduler, self.model)
         self.runner = Runner(self.model, self._storage, self.scheduler, self.sampler, self.delivery)
@@ -156,7 +159,8 @@ class Engine:
 
         `options` are those of RequestOptions.
         InvalidRequest (a ValueError) or TypeError if it can never run, LoopsMismatch for a prefix of another depth or
-        window; nothing else is touched then. With n > 1 the id is that of all samples, see `stream` and Samples.
+        window, QueueFull where as much waits as may; nothing else is touched then. With n > 1 the id is that of all
+        samples, see `stream` and Samples.
         """
         samples = self.prepare(prompt, params, **options)
         self.start(samples, self.delivery.events.append)
@@ -198,6 +202,23 @@ class Engine:
             if self.cache is None:
                 return 0
             return self.cache.match_len(tokens, namespace, loops, cache_window)
+
+    def admit(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Forecast:
+        """What `submit` with the same arguments would come to: see Forecast. Takes nothing, touches nothing.
+
+        What submit refuses is not raised here but told as `reason`; TypeError and Closed are raised. With n > 1 the
+        forecast is that of the first output.
+        """
+        with self._lock:
+            self.require_open()
+            return dry_run(self, prompt, params, options)
+
+    def set_policy(self, policy: str | Policy) -> None:
+        """Order what waits by another policy from now on. ValueError for a name that there is not."""
+        with self._lock:
+            self.scheduler.set_policy(policy)
 
     def build_prefix(
         self,
@@ -352,10 +373,16 @@ class Engine:
         """Compiles grammars for this model; made with the first one. See GrammarCompiler for the errors."""
         return GrammarCompiler(self.model.tokenizer, self.model.vocab_size)
 
-    def start(self, samples: Samples, sink: Sink | None = None) -> None:
-        """Queue what was prepared, all of it or, if one request is refused, nothing; `sink` is given its events."""
+    def start(self, samples: Samples, sink: Sink | None = None, bounded: bool = True) -> None:
+        """Queue what was prepared, all of it or, if one request is refused, nothing; `sink` is given its events.
+
+        QueueFull, if it is `bounded` and as much waits as may.
+        """
         with self._lock:
             self.require_open()
+            if bounded:
+                num_requests = len(samples.requests)
+                self.scheduler.require_room(num_requests, num_requests * samples.requests[0].num_prompt)
             self.delivery.add(samples)
             samples.sink = sink
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -41,10 +41,10 @@ def tokens_of(model: LanguageModel, prompt: Prompt) -> Int32:
 
 
 def make_request(
-    engine: Engine, name: str, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
+    engine: Engine, name: str, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, new: bool = True
 ) -> Request:
     """A request that was checked in every way; `name` is its id unless the options have one. Of `params.n` it heeds
-    nothing: see make_samples."""
+    nothing: see make_samples. With `new` False no media of it is remembered: it will not run."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
@@ -60,11 +60,11 @@ def make_request(
         raise TypeError(f"cache must be True or False, got {cache!r}")
     model = engine.model
     params.validate_for(model.vocab_size)
-    tokens, media = keyed_tokens(engine, prompt, options.get("media", ()))
+    tokens, media = keyed_tokens(engine, prompt, options.get("media", ()), new)
     view = model.view(options.get("loops"), options.get("cache_window", 0))
     if prefix is not None:
         require_prefix(engine, prefix, tokens, view, namespace)
-    limit = engine.scheduler.fit(len(tokens), params.max_tokens, view)
+    limit = engine.scheduler.fit(len(tokens), params.max_tokens, view, namespace)
     ends = params.end_ids(model.eos_token_ids)
     return Request(
         id=request_id if request_id is not None else name,
@@ -74,7 +74,10 @@ def make_request(
         end_ids=ends,
         limit=limit,
         namespace=namespace,
-        priority=options.get("priority", 0),
+        priority=_priority(options.get("priority", 0)),
+        deadline_s=_seconds(options, "deadline_s"),
+        timeout_s=_seconds(options, "timeout_s"),
+        queue_timeout_s=_seconds(options, "queue_timeout_s"),
         stops=options.get("stops") or PrefillStops(),
         retain=_retention(options.get("retain")),
         view=view,
@@ -92,6 +95,19 @@ def keyed_tokens(
     tokens, model = tokens_of(engine.model, prompt), engine.model
     spans = check_spans(media, len(tokens), model.media_size, model.name)
     return engine.media_ids.keyed(tokens, spans, new), spans
+
+
+def _priority(priority: int) -> int:
+    if not isinstance(priority, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"priority must be an int, got {type(priority).__name__}")
+    return priority
+
+
+def _seconds(options: RequestOptions, name: Literal["deadline_s", "timeout_s", "queue_timeout_s"]) -> float | None:
+    seconds = options.get(name)
+    if seconds is not None and not seconds >= 0:
+        raise InvalidRequest(f"{name} must be 0 or more seconds, got {seconds}")
+    return seconds
 
 
 def _retention(retain: Retain) -> Retention | None:

@@ -61,7 +61,10 @@ def run_batch(
     progress: bool,
     options: RequestOptions,
 ) -> list[RequestOutput]:
-    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it."""
+    """Run a batch to its end. Leaving early (an interrupt) cancels what is still live of it.
+
+    A batch is queued whole, whatever the limits of the queue.
+    """
     groups = prepare_batch(engine, prompts, params, options)
     total = sum(len(samples.requests) for samples in groups)
     bar = None
@@ -74,7 +77,7 @@ def run_batch(
         stats = engine.scheduler.stats
         finished, generated = stats.num_finished, stats.generated_tokens
         for samples in groups:
-            engine.start(samples)
+            engine.start(samples, bounded=False)
         for samples in groups:
             while (output := samples.output) is None:
                 engine.drive(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,12 @@ from paged.kv.pages import PagePool
 from paged.kv.state import StateSnapshot
 from paged.ops.dispatch import get_backend
 from paged.prefix.cache import PrefixCache
+from paged.prefix.cursor import Cursor
 from paged.prefix.handles import PrefixHandle
 from scheduler.checkpointer import Checkpointer
 from scheduler.config import SchedulerConfig
 from scheduler.request import Int32, Request
+from scheduler.reserve import Reserve
 from scheduler.sharing import StepSharing
 
 
@@ -33,7 +36,7 @@ class Placement:
 class Placer:
     """Takes pages for one request: those that are cached, or computed in this very step, and fresh ones for the rest.
 
-    It takes all or nothing, and leaves `watermark` of the pool free unless nothing runs.
+    It takes all or nothing, and leaves `watermark` of the pool, and what is reserved, free unless nothing runs.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Placer:
         num_groups: int,
         sharing: StepSharing,
         checkpointer: Checkpointer | None,
+        reserve: Reserve,
     ) -> None:
         self.pool = pool
         self.config = config
@@ -51,19 +55,76 @@ class Placer:
         self.num_groups = num_groups
         self.sharing = sharing
         self.checkpointer = checkpointer
+        self.reserve = reserve
 
     def place(self, request: Request, alone: bool) -> Placement | None:
         """Pages for all known tokens of `request`, or None: it must wait. `alone`: nothing runs."""
-        spare = 0 if alone else int(self.config.watermark * self.pool.num_pages)
+        spare = 0 if alone else self.spare + self.reserve.growth(request)
         if self.cache is None or not request.cache:
             if request.prefix is not None and _reaches(request.prefix, request):
                 return self._from_prefix(request.prefix, request, spare)
             return self._fill(request, Placement(np.zeros((self.num_groups, 0), np.int32), 0), spare)
-        if request.cursor is None or request.cursor.epoch.over:
-            request.cursor = self.cache.cursor(request.namespace, request.view)
+        self._cursor(self.cache, request)
         if self.checkpointer is not None:
             return self._from_checkpoint(self.checkpointer, request, spare)
         return self._from_pages(self.cache, request, spare)
+
+    @property
+    def spare(self) -> int:
+        """Pages that an admission leaves free: the watermark, and what running requests may still take."""
+        return int(self.config.watermark * self.pool.num_pages) + self.reserve.outstanding
+
+    def demand(self, request: Request) -> tuple[int, int]:
+        """Tokens that a waiting request would attach now, and the pages, of those to be had, that the rest would take.
+
+        Takes nothing, touches no entry; what others compute in this very step does not count.
+        """
+        matched = idle = 0
+        cache = self.cache if request.cache else None
+        if self.checkpointer is not None and cache is not None:
+            self._cursor(cache, request)
+            found = self.checkpointer.find(request)
+            if found is not None:
+                matched, idle = found.num_tokens, self.checkpointer.store.idle_pages(found)
+        elif cache is not None:
+            cursor = self._cursor(cache, request)
+            matched = cache.seek(cursor, request.known)
+            idle = cache.idle_pages(cursor) if cursor.depth else 0
+        prefix = request.prefix
+        if prefix is not None and matched < _position(prefix, request) and _reaches(prefix, request):
+            matched, idle = _position(prefix, request), 0
+        size = self.pool.page_size
+        return matched, (-(-len(request.known) // size) - matched // size) * request.view.num_groups + idle
+
+    def next_page(self, request: Request) -> tuple[int, Hashable]:
+        """Tokens that a waiting request would attach, and the key of the page behind them, if it is full."""
+        if self.cache is None or not request.cache:
+            return 0, None
+        cursor, known = self._cursor(self.cache, request), request.known
+        if self.checkpointer is not None:
+            found = self.checkpointer.find(request)
+            matched = 0 if found is None else found.num_tokens
+        else:
+            matched = self.cache.seek(cursor, known)
+        page = matched // self.pool.page_size
+        if (page + 1) * self.pool.page_size >= len(known):
+            return matched, None
+        return matched, cursor.keys_to(known, page + 1)[page]
+
+    def awaits(self, request: Request) -> bool:
+        """Whether a waiting request would wait for what a running one is about to compute."""
+        if self.cache is None or not request.cache:
+            return False
+        cursor = self._cursor(self.cache, request)
+        if self.checkpointer is not None:
+            return self.checkpointer.awaits(request)
+        return self.sharing.awaits(request, self.cache.seek(cursor, request.known) // self.pool.page_size)
+
+    def _cursor(self, cache: PrefixCache, request: Request) -> Cursor:
+        """Where a waiting request stands in the cache, from one pass to the next."""
+        if request.cursor is None or request.cursor.epoch.over:
+            request.cursor = cache.cursor(request.namespace, request.view)
+        return request.cursor
 
     def _from_pages(self, cache: PrefixCache, request: Request, spare: int) -> Placement | None:
         cursor, pool, size, groups = request.cursor, self.pool, self.pool.page_size, request.view.num_groups

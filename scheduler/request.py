@@ -53,7 +53,10 @@ class RequestOptions(TypedDict, total=False):
     """What a request can say beside its prompt and its sampling.
 
     request_id    its name; default: one that the engine makes
-    priority      for policies that heed it
+    priority      for the policy "priority": a smaller number is more urgent
+    deadline_s    for the policy "deadline": seconds from submission within which it should have started
+    timeout_s     seconds from submission after which it ends with "cancelled", keeping the tokens that it has by then
+    queue_timeout_s  the same for one that has not started by then
     namespace     salt: requests of different namespaces share no cached page
     stops         where the prefill of a model with recurrent state leaves checkpoints for later prompts
     loops         depth in a looped model; None: its default
@@ -70,6 +73,9 @@ class RequestOptions(TypedDict, total=False):
 
     request_id: str | None
     priority: int
+    deadline_s: float | None
+    timeout_s: float | None
+    queue_timeout_s: float | None
     namespace: str
     stops: PrefillStops | None
     loops: int | None
@@ -106,7 +112,12 @@ class Request:
     media: tuple[MediaSpan, ...] = ()  # in order of position
     prefix: PrefixHandle | None = None  # its first tokens, computed: used where the cache has less of them
     matcher: GrammarMatcher | None = None  # where its output stands in params.grammar; preemption does not move it
+    deadline_s: float | None = None
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
     arrival: int = 0  # order of submission
+    arrival_step: int = 0  # steps that the scheduler had made then
+    submitted: float = 0.0  # the scheduler's clock then
     state: RequestState = RequestState.WAITING
     known: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     cursor: Cursor | None = None

@@ -14,9 +14,9 @@ from paged.sampler import Sampled, Sampler, TokenHistory, sample_one
 from scheduler.delivery import Delivery
 from scheduler.live import Live
 from scheduler.request import Request
-from scheduler.scheduler import Scheduler, StepResult
+from scheduler.scheduler import Scheduler
 from scheduler.scoring import score_prompts
-from scheduler.step import StepPlan
+from scheduler.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
-from paged.errors import DuplicateRequest, InvalidRequest, OutOfPages, PromptTooLong, check
+from paged.errors import DuplicateRequest, InvalidRequest, OutOfPages, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
 from paged.prefix.cursor import NO_NODE
 from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission
+from scheduler.bounds import Bounds
 from scheduler.checkpointer import Checkpointer
+from scheduler.chunking import NO_CAP, chunk_cap
 from scheduler.config import SchedulerConfig
+from scheduler.displacement import displaced
 from scheduler.drafts import Drafter, kept_rows
 from scheduler.extras import StepExtras
+from scheduler.limits import Pace, TimeLimits
 from scheduler.placement import Placer
-from scheduler.policy import get_policy
+from scheduler.policy import Policy, get_policy
 from scheduler.publishing import publish_step
 from scheduler.queue import WaitingQueue
+from scheduler.quotas import Quotas
 from scheduler.request import Int32, Request, RequestState
+from scheduler.reserve import Reserve
 from scheduler.sharing import StepSharing
 from scheduler.slots import Slots
 from scheduler.stats import SchedulerStats
-from scheduler.step import Decision, StepPlan, build_plan
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a commit did: one new token for each of `requests`, and the requests that ended with it.
-
-    A request whose drafts were right stands there once for each of its tokens, in order. `rows[i]` is the sampled row
-    that token i came from; None: row i.
-    """
-
-    requests: list[Request]
-    tokens: Int32
-    rows: Int32 | None = None
-    finished: list[Request] = field(default_factory=list)
-
-    def leave_out(self, gone: list[Request]) -> None:
-        """Drop the tokens of requests that had ended while the step ran."""
-        kept = [i for i, request in enumerate(self.requests) if request not in gone]
-        self.rows = np.array(kept, np.int32) if self.rows is None else self.rows[kept]
-        self.requests, self.tokens = [self.requests[i] for i in kept], self.tokens[kept]
+from scheduler.step import Decision, StepPlan, StepResult, build_plan
 
 
 class Scheduler:
@@ -56,11 +41,11 @@ class Scheduler:
     knows but has not computed, decodes first, then prefill chunks in order of admission, then new requests as the
     policy orders them. `schedule()` decides and takes pages; `commit()` takes the new tokens; between the two the
     caller runs the model. Pages are taken for all known tokens at admission, and one page at a time while decoding;
-    when the pool is out, the running request with the fewest computed tokens yields (never the oldest one), its full
-    pages stay in the cache, and it resumes from them.
+    when the pool is out, the running request that the policy names yields (mostly the one that loses least, never the
+    oldest one), its full pages stay in the cache, and it resumes from them.
 
-    Invariants (`check()`): those of the pool, the cache and the slots; a live request is in the queue or in a slot,
-    never both; every live page is in some slot's table or pinned, as often as it is referenced.
+    Invariants (`check()`): those of the pool, the cache, the slots, the queue and the quotas; a live request is in the
+    queue or in a slot, never both; every live page is in some slot's table or pinned, as often as it is referenced.
     """
 
     def __init__(
@@ -79,20 +64,28 @@ class Scheduler:
         spec = pool.storage.spec if pool.storage is not None else KVSpec(1, 1, 1, num_groups, (0,) * num_groups)
         self.view = spec.view()  # of a request that says nothing else
         self.max_seq_len = max_seq_len
-        self.capacity = self.capacity_for(spec.view(1 if spec.loop is not None else None))  # tokens of one request
+        self.bounds = Bounds(pool, max_seq_len, self.config)
+        shallow = spec.view(1 if spec.loop is not None else None)
+        self.capacity = self.bounds.in_pages(pool.max_pages, shallow)  # tokens of one request
         self.state = Slots(self.config.max_num_seqs, self.capacity, pool, num_groups)
-        self.waiting = WaitingQueue(get_policy(self.config.policy))
         self.sharing = StepSharing(pool.page_size)
         self.states = states
         self.checkpointer: Checkpointer | None = None
         if states is not None and cache is not None and cache.checkpoints is not None:
             self.checkpointer = Checkpointer(cache, cache.checkpoints, states, self.state)
-        self.placer = Placer(pool, self.config, cache, num_groups, self.sharing, self.checkpointer)
+        self.reserve = Reserve(self.config, self.state)
+        self.quotas = Quotas(self.config, self.state, self.reserve)
+        self.placer = Placer(pool, self.config, cache, num_groups, self.sharing, self.checkpointer, self.reserve)
         self.stats = SchedulerStats()
         self.extras = StepExtras()
-        self.admission = Admission(self.placer, self.state, self.waiting, self.sharing, states, self.stats)
+        policy = get_policy(self.config.policy)
+        policy.bind(self.state, self.stats, self.placer)
+        self.waiting = WaitingQueue(policy, self.quotas.active)
+        self.admission = Admission(self.placer, self.state, self.waiting, self.quotas, states, self.stats)
+        self.limits = TimeLimits()
+        self.pace = Pace()
         self.requests: dict[str, Request] = {}
-        self.failed: list[Request] = []  # ended by an error while a step was planned; the caller takes them out
+        self.failed: list[Request] = []  # ended while a step was planned; the caller takes them out
         self.drafter: Drafter | None = None  # set by whoever knows the model's vocabulary
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
@@ -101,25 +94,13 @@ class Scheduler:
 
     # Requests in and out --------------------------------------------------------------------------------------
 
-    def capacity_for(self, view: KVView) -> int:
-        """Tokens that one request of this view can hold, alone in the pool."""
-        return min(self.max_seq_len, self.pool.max_pages // view.num_groups * self.pool.page_size)
+    def capacity_for(self, view: KVView, namespace: str = "") -> int:
+        """Tokens that one request of this view can hold, alone in the pool and within the quota of its namespace."""
+        return self.bounds.capacity(view, namespace)
 
-    def fit(self, num_prompt: int, max_tokens: int | None, view: KVView | None = None) -> int:
+    def fit(self, num_prompt: int, max_tokens: int | None, view: KVView | None = None, namespace: str = "") -> int:
         """The number of tokens at which a request ends with "length"; PromptTooLong if it can never run."""
-        capacity = self.capacity_for(view or self.view)
-        if num_prompt + 1 > self.max_seq_len:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens and max_seq_len is {self.max_seq_len}, "
-                "with at least one token to generate; shorten the prompt"
-            )
-        if num_prompt + 1 > capacity:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens and the whole pool holds {capacity} "
-                f"({self.pool.max_pages} pages of {self.pool.page_size}); shorten the prompt or raise num_pages"
-            )
-        wanted = capacity if max_tokens is None else num_prompt + max_tokens
-        return min(wanted, capacity)
+        return self.bounds.fit(num_prompt, max_tokens, view or self.view, namespace)
 
     def add(self, request: Request) -> None:
         """Queue a request. DuplicateRequest while another one with its id is live.
@@ -131,7 +112,7 @@ class Scheduler:
                 f"the request has a view of {len(request.view.uses)} page groups, this model has "
                 f"{len(self.view.uses)}; take it from model.view()"
             )
-        capacity = self.capacity_for(request.view)
+        capacity = self.capacity_for(request.view, request.namespace)
         if not 0 < request.num_prompt < request.limit <= capacity:
             raise InvalidRequest(
                 f"a request needs at least one prompt token and a limit above it of at most {capacity} tokens, "
@@ -141,10 +122,33 @@ class Scheduler:
             raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
         if not len(request.known):
             request.known = request.prompt
-        request.arrival = self._arrivals
+        self.stamp(request)
         self._arrivals += 1
+        self.limits.watch(request)
         self.requests[request.id] = request
         self.waiting.add(request)
+
+    def stamp(self, request: Request) -> None:
+        """Note when a request arrives: after all others, in this step, now."""
+        request.arrival, request.arrival_step = self._arrivals, self.stats.num_steps
+        request.submitted = self.limits.clock()
+
+    def require_room(self, num_requests: int, num_tokens: int) -> None:
+        """QueueFull if so many more requests and prompt tokens may not wait."""
+        self.bounds.require_room(self.waiting, num_requests, num_tokens)
+
+    def set_policy(self, policy: str | Policy) -> None:
+        """Go on with another policy, by its name or the object itself. O(requests log requests)."""
+        policy = get_policy(policy)
+        policy.bind(self.state, self.stats, self.placer)
+        for slot in self.state.running.tolist():
+            policy.started(self.request_at(slot), 0)
+        self.waiting.set_policy(policy)
+
+    @property
+    def policy(self) -> Policy:
+        """Who starts next and who yields."""
+        return self.waiting.policy
 
     def finish(self, request: Request, reason: str) -> None:
         """End a live request now; its pages go back, its full pages stay cached. Nothing if it has ended already.
@@ -154,6 +158,9 @@ class Scheduler:
         if request.state == RequestState.FINISHED:
             return
         slot = request.slot
+        if reason in ("stop", "length"):
+            known = int(self.state.known[slot]) if slot >= 0 else len(request.known)
+            self.reserve.finished(request, known - request.num_prompt)
         if request.state == RequestState.WAITING:
             self.waiting.remove(request)
             if self.checkpointer is not None:
@@ -182,6 +189,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run. Must be followed by `commit` or `abort` of the plan."""
         check(self._in_flight is None, "schedule() was called again before commit() or abort()")
+        for request in self.limits.due():
+            self.finish(request, "cancelled")
+            self.failed.append(request)
         decision, self._ahead = self._ahead, None
         if decision is not None:
             decision = decision.still_running(self.state)
@@ -198,6 +208,7 @@ class Scheduler:
         plan.admitted, plan.preempted = decision.admitted, decision.preempted
         self.extras.extend(plan)
         self._in_flight = plan
+        self.pace.begin()
         self.state.launch(plan.slots, plan.num_tokens, plan.sample_slots)
         self.stats.num_steps += 1
         self.stats.peak_running = max(self.stats.peak_running, self.state.num_running)
@@ -226,6 +237,7 @@ class Scheduler:
         """
         check(plan is self._in_flight, "commit() of a plan that is not in flight")
         check(len(tokens) == len(plan.sample_slots), "commit() needs one token for each of plan.sample_slots")
+        self.pace.end()
         state = self.state
         state.land(plan.slots)
         before = state.computed[plan.slots]
@@ -318,6 +330,15 @@ class Scheduler:
         preempted: list[Request] = []
         if not self._extend_tables(preempted):
             return None
+        pushed_out: list[Request] = []
+        if self.policy.displaces and len(self.waiting) and state.num_running and not preempted:
+            wanted = np.zeros(config.max_num_seqs, np.int32)
+            wanted[state.running] = np.minimum(self._need(state.running), config.max_chunk_tokens or NO_CAP)
+            pushed_out = displaced(self.admission, wanted)
+            if pushed_out and self._in_flight is not None:
+                return None
+            for request in pushed_out:
+                self.preempt(request)
         slots = state.running
         num_tokens = self._share_budget(slots)
         budget = config.max_num_batched_tokens - int(num_tokens.sum())
@@ -340,7 +361,7 @@ class Scheduler:
             slots, num_tokens = slots[active], num_tokens[active]
         if not len(slots):
             return None
-        return Decision(slots, num_tokens, state.arrival[slots], admitted, preempted)
+        return Decision(slots, num_tokens, state.arrival[slots], admitted, preempted + pushed_out)
 
     def _extend_tables(self, preempted: list[Request]) -> bool:
         """One more page for every request whose next row needs it, preempting others where the pool is out; False if
@@ -350,13 +371,15 @@ class Scheduler:
             slots = state.running
             known = state.known[slots] + state.tokens_ahead[slots]
             slots = slots[(known > state.num_pages[slots] * size) & (known < state.limit[slots])]
-            if not len(slots):
-                return True
-            if int(np.count_nonzero(state.uses[:, slots])) <= self.pool.num_available and self._extend(slots):
-                return True
+            crowd = self.quotas.overdrawn()
+            if crowd is None:
+                if not len(slots):
+                    return True
+                if int(np.count_nonzero(state.uses[:, slots])) <= self.pool.num_available and self._extend(slots):
+                    return True
             if self._in_flight is not None:
                 return False
-            victim = self._victim()
+            victim = self.request_at(self.policy.victim(state.running if crowd is None else crowd))
             preempted.append(victim)
             self.preempt(victim)
 
@@ -378,15 +401,6 @@ class Scheduler:
         self.finish(request, "error")
         self.failed.append(request)
 
-    def _victim(self) -> Request:
-        """The running request that loses least: fewest computed tokens, the latest of equals, never the oldest."""
-        slots = self.state.running
-        arrivals = self.state.arrival[slots]
-        computed = self.state.computed[slots].astype(np.int64)
-        if len(slots) > 1:
-            computed[arrivals.argmin()] = np.iinfo(np.int64).max
-        return self.request_at(int(slots[np.lexsort((-arrivals, computed))[0]]))
-
     def preempt(self, request: Request) -> None:
         """Take a running request's pages and queue it again at its old place; its full pages stay in the cache."""
         check(request.state == RequestState.RUNNING, "preempt() of a request that does not run")
@@ -404,11 +418,16 @@ class Scheduler:
 
     def _share_budget(self, slots: Int32) -> Int32:
         """Rows for each running slot: one for each decode, then chunks in order until the budget is spent."""
-        need = self._need(slots)
+        need, config = self._need(slots), self.config
         chunks = need > 1
-        if not chunks.any():
+        num_prefills, num_free = int(chunks.sum()), self.state.num_free
+        self.admission.chunk_cap = chunk_cap(config, len(slots), num_prefills, len(self.waiting), num_free)
+        if not num_prefills:
             return need
-        need[chunks] = self._chunks(slots[chunks], self.config.max_num_batched_tokens - int((~chunks).sum()))
+        which, budget = np.flatnonzero(chunks), config.max_num_batched_tokens - int((~chunks).sum())
+        order = self.policy.row_order(slots[which])
+        which = which if order is None else which[order]
+        need[which] = self._chunks(slots[which], budget)
         return need
 
     def _need(self, slots: Int32) -> Int32:
@@ -419,14 +438,14 @@ class Scheduler:
         return need if self._in_flight is None else np.where(known < state.limit[slots], need, 0)
 
     def _chunks(self, slots: Int32, budget: int) -> Int32:
-        need = self._need(slots)
-        if self.config.max_chunk_tokens:
-            need = np.minimum(need, self.config.max_chunk_tokens)
+        need = np.minimum(self._need(slots), self.admission.chunk_cap)
         return np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
 
     def _vacate(self, request: Request, preempted: bool = False) -> None:
         check(not self.state.rows_ahead[request.slot], "a request lost its slot while a step writes into its pages")
         self.sharing.settle([request])
+        self.policy.stopped(request)
+        self.quotas.stopped(request)
         try:
             self._donate(request, preempted)
         except Exception:  # its pages must go back whatever happens
@@ -462,6 +481,8 @@ class Scheduler:
         if self.cache is not None:
             self.cache.check()
         self.state.check()
+        self.waiting.check()
+        self.quotas.check()
         placed = {r.id for r in self.state.requests if r is not None} - {r.id for r in self._leaving}
         queued = {r.id for r in self.waiting}
         check(not placed & queued, "a request is both waiting and running")

@@ -71,6 +71,26 @@ class StepPlan:
         return len(self.batch.tokens)
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What a commit did: one new token for each of `requests`, and the requests that ended with it.
+
+    A request whose drafts were right stands there once for each of its tokens, in order. `rows[i]` is the sampled row
+    that token i came from; None: row i.
+    """
+
+    requests: list[Request]
+    tokens: Int32
+    rows: Int32 | None = None
+    finished: list[Request] = field(default_factory=list)
+
+    def leave_out(self, gone: list[Request]) -> None:
+        """Drop the tokens of requests that had ended while the step ran."""
+        kept = [i for i, request in enumerate(self.requests) if request not in gone]
+        self.rows = np.array(kept, np.int32) if self.rows is None else self.rows[kept]
+        self.requests, self.tokens = [self.requests[i] for i in kept], self.tokens[kept]
+
+
 def build_plan(
     state: Slots,
     slots: Int32,

@@ -45,7 +45,7 @@ class Driver:
         if proposer is not None:
             scheduler = self.scheduler
             scheduler.drafter = Drafter(
-                proposer, limits.num_drafts, self.model.vocab_size, scheduler.state, scheduler.stats
+                proposer, limits.num_drafts, self.model.vocab_size, scheduler.state, scheduler.stats, scheduler.quotas
             )
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -61,11 +61,13 @@ class Driver:
         loops: int | None = None,
         cache_window: int = 0,
         prefix: PrefixHandle | None = None,
+        priority: int = 0,
+        limits: dict[str, float] | None = None,
         **params,
     ) -> Request:
         ids = np.asarray(prompt, np.int32)
         view = self.model.view(loops, cache_window)
-        limit = self.scheduler.fit(len(ids), max_tokens, view)
+        limit = self.scheduler.fit(len(ids), max_tokens, view, namespace)
         settings = SamplingParams(max_tokens=max_tokens, **params)
         ends = () if settings.ignore_eos else self.model.eos_token_ids
         request = Request(
@@ -79,6 +81,8 @@ class Driver:
             stops=stops or PrefillStops(),
             view=view,
             prefix=prefix,
+            priority=priority,
+            **(limits or {}),
         )
         self.scheduler.add(request)
         self.outputs[name] = []
@@ -162,7 +166,9 @@ class Driver:
     def exact(self, request: Request) -> list[int]:
         """What the model gives a request without pages, batches or caches."""
         tokens = request.params.max_tokens or 10**9
-        return self.greedy(request, min(tokens, self.scheduler.capacity_for(request.view) - request.num_prompt))
+        return self.greedy(
+            request, min(tokens, self.scheduler.capacity_for(request.view, request.namespace) - request.num_prompt)
+        )
 
     def greedy(self, request: Request, num_tokens: int) -> list[int]:
         view = request.view

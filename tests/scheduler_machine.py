@@ -10,11 +10,14 @@ from driver import Driver
 from fakes import EchoAfter, EchoHybrid, EchoLooped, EchoModel
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from promises import expect_promises
 
-from paged.errors import OutOfPages, PromptTooLong
+from paged.errors import OutOfPages, PromptTooLong, QueueFull
 from paged.prefix.handles import PrefixHandle
 from paged.session import Session
+from scheduler.policy import POLICIES, LongestPrefix, Policy, Priority
 from scheduler.proposer import PromptLookup
+from scheduler.quota import Quota
 from scheduler.request import PrefillStops
 
 VOCABULARY = 5
@@ -40,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     page_sizes = (1, 2, 4, 8)
     budgets = (1, 3, 8, 64)
     aheads: tuple[str, ...] = ("no", "no", "plan", "draft")
+    policies: tuple[str, ...] = ("fcfs", "fcfs", *sorted(POLICIES), "priority")
 
     @initialize(
         data=st.data(),
@@ -73,14 +77,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=data.draw(st.sampled_from(self.budgets)),
             max_num_seqs=slots,
             max_chunk_tokens=chunk,
+            adaptive_chunks=slots % 2 == 0,
             max_bypass=2,
             lookahead=3,
             watermark=0.0,
+            policy=self.draw_policy(data),
+            max_queue_requests=data.draw(st.sampled_from([0, 0, 4])),
+            reserve=data.draw(st.sampled_from(["prompt", "prompt", "max_tokens", "expected"])),
+            quotas=data.draw(st.sampled_from(self.quotas(num_groups))),
             plan_ahead=ahead == "plan",
             proposer=PromptLookup(2, 1) if ahead == "draft" and kind != "recurrent" else None,
             num_drafts=data.draw(st.sampled_from([1, 3, 9])),
         )
         self.count = 0
+
+    @staticmethod
+    def quotas(num_groups: int) -> list[dict[str, Quota]]:
+        """What the namespaces may have; by pages only where they hold any prompt that comes, or it is refused."""
+        tight = Quota(max_pages=14 * num_groups, max_running=2)
+        return [{}, {}, {"": Quota(max_running=1)}, {"other": tight, "": Quota(max_running=3)}, {"": tight}]
+
+    def draw_policy(self, data) -> str | Policy:
+        """A policy whose bounds come up within a short run."""
+        name = data.draw(st.sampled_from(self.policies))
+        short = {"priority": Priority(ageing=6), "longest_prefix": LongestPrefix(patience=5)}
+        return short.get(name, name)
 
     @rule(
         first=st.integers(0, 1),
@@ -99,16 +120,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops = PrefillStops(*sorted(m if m < len(prompt) else 0 for m in marks))
         for _ in range(twins):
             loops, window = self.draw_view(data)
-            self.ask(prompt, max_tokens, namespace, stops, loops=loops, cache_window=window)
+            priority = data.draw(st.integers(0, 2))
+            self.ask(prompt, max_tokens, namespace, stops, loops=loops, cache_window=window, priority=priority)
 
     def ask(self, prompt: list[int], max_tokens: int, namespace: str, stops: PrefillStops | None, **options) -> None:
-        if len(self.driver.scheduler.requests) == 8:
+        scheduler = self.driver.scheduler
+        if len(scheduler.requests) == 8:
+            return
+        most = scheduler.config.max_queue_requests
+        try:
+            scheduler.require_room(1, len(prompt))
+            assert not most or len(scheduler.waiting) < most
+        except QueueFull:
+            assert most and len(scheduler.waiting) >= most  # more where some were preempted
             return
         try:
             self.driver.submit(f"r{self.count}", prompt, max_tokens, namespace, stops, **options)
         except PromptTooLong:
             view = self.driver.model.view(options["loops"], options["cache_window"])
-            assert len(prompt) >= self.driver.scheduler.capacity_for(view)
+            assert len(prompt) >= self.driver.scheduler.capacity_for(view, namespace)
         self.count += 1
 
     def draw_view(self, data) -> tuple[int | None, int]:
@@ -154,9 +184,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.has_work)
     @rule()
     def step(self) -> None:
-        if self.driver.step() is None:  # what is kept may be in the way
+        plan = self.driver.step()
+        if plan is None:  # what is kept may be in the way
             self.let_prefixes_go()
-            assert self.driver.step() is not None, "there is work and nothing runs"
+            plan = self.driver.step()
+        assert plan is not None, "there is work and nothing runs"
+        expect_promises(self.driver, plan)
 
     def let_prefixes_go(self) -> None:
         self.handles.clear()
@@ -172,11 +205,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.running())
     @rule(
-        kind=st.sampled_from(["cancel", "preempt", "preempt", "fail", "evict", "forget", "reload"]), n=st.integers(0, 9)
+        kind=st.sampled_from(["cancel", "preempt", "preempt", "fail", "evict", "forget", "reload", "change"]),
+        n=st.integers(0, 9),
     )
     def disturb(self, kind: str, n: int) -> None:
         getattr(self, kind)(n)
         self.driver.scheduler.check()
+
+    def change(self, n: int) -> None:
+        """Another policy from now on."""
+        self.driver.scheduler.set_policy(sorted(POLICIES)[n % len(POLICIES)])
 
     def cancel(self, n: int) -> None:
         live = self.driver.scheduler.requests

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from scheduler.policy.base import Policy
+from scheduler.policy.deadline import Deadline
+from scheduler.policy.fair_share import FairShare
 from scheduler.policy.fcfs import FCFS
+from scheduler.policy.longest_prefix import LongestPrefix
+from scheduler.policy.priority import Priority
+from scheduler.policy.shortest_remaining import ShortestRemaining
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (FCFS, Priority, LongestPrefix, ShortestRemaining, FairShare, Deadline)
+}
 
 
 def get_policy(policy: str | Policy) -> Policy:
@@ -18,4 +25,14 @@ def get_policy(policy: str | Policy) -> Policy:
         raise ValueError(f"the policy must be one of {', '.join(sorted(POLICIES))}, got {policy!r}") from None
 
 
-__all__ = ["FCFS", "Policy", "get_policy"]
+__all__ = [
+    "FCFS",
+    "POLICIES",
+    "Deadline",
+    "FairShare",
+    "LongestPrefix",
+    "Policy",
+    "Priority",
+    "ShortestRemaining",
+    "get_policy",
+]

@@ -8,14 +8,17 @@ from driver import Driver
 from fakes import EchoModel
 
 from paged.errors import InvalidRequest, PromptTooLong
+from scheduler.engine import Engine
+from scheduler.policy import POLICIES
 
 
-def engine() -> Driver:
-    return Driver(49, 16, model=EchoModel(max_seq_len=2048))
+def engine(policy: str = "fcfs") -> Driver:
+    return Driver(49, 16, model=EchoModel(max_seq_len=2048), policy=policy)
 
 
-def test_it_is_an_error_at_submit_that_names_both_numbers() -> None:
-    driver = engine()
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_it_is_an_error_at_submit_that_names_both_numbers(policy: str) -> None:
+    driver = engine(policy)
     for i in range(5):
         driver.submit(f"short{i}", span(i, 20), 5)
         with pytest.raises(PromptTooLong, match="1002 tokens and the whole pool holds 784") as caught:
@@ -43,3 +46,12 @@ def test_a_prompt_that_fits_with_more_tokens_than_fit_ends_with_length() -> None
     assert len(out) == 84
     assert driver.requests["a"].finish_reason == "length"
     driver.expect_all_exact()
+
+
+def test_an_engine_tells_it_before_and_refuses_it_with_the_same_words() -> None:
+    with Engine(EchoModel(max_seq_len=2048), page_size=16, num_pages=49) as e:
+        told = e.admit([1] * 1002)
+        with pytest.raises(PromptTooLong) as refused:
+            e.submit([1] * 1002)
+        assert str(refused.value) == told.reason and "1002" in told.reason and "784" in told.reason
+        assert e.admit([1] * 700).accepted and not e.has_work

@@ -6,12 +6,15 @@ import pytest
 from byhand import span
 from driver import Driver
 
+from scheduler.policy import POLICIES
 
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("at", [16, 17, 31, 32, 33])
-def test_preempted_by_hand_at_a_page_border(at: int, times: int, cache: bool) -> None:
-    driver = Driver(20, 16, cache)
+def test_preempted_by_hand_at_a_page_border(at: int, times: int, cache: bool, policy: str) -> None:
+    driver = Driver(20, 16, cache, policy=policy)
     driver.submit("a", span(0, 12), 40)
     driver.submit("other", span(50, 12), 60)
     driver.step_until(lambda: 12 + len(driver.outputs["a"]) == at)

@@ -112,7 +112,7 @@ def test_conversations_that_run_together_part_at_a_checkpoint_too() -> None:
 
 
 def test_chunks_end_at_the_stops() -> None:
-    d = driver(max_chunk_tokens=5)
+    d = driver(max_num_batched_tokens=5)
     d.submit("a", span(0, 20), 1, stops=PrefillStops(opening=8, messages_end=16))
     d.run()
     assert [p["a"] for p in d.plans] == [5, 3, 5, 3, 4]
@@ -152,7 +152,7 @@ def test_twins_compute_their_prompt_once() -> None:
 
 
 def test_a_sibling_stops_waiting_when_the_first_one_is_cancelled() -> None:
-    d = driver(max_chunk_tokens=4)
+    d = driver(max_num_batched_tokens=4)
     for name in "ab":
         d.submit(name, span(0, 30), 3)
     d.step()
@@ -179,7 +179,7 @@ def test_nobody_waits_where_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_a_preempted_request_resumes_from_its_own_checkpoint(steps: int) -> None:
-    d = driver(max_chunk_tokens=4)
+    d = driver(max_num_batched_tokens=4)
     d.submit("a", span(0, 14), 9)
     for _ in range(steps):
         d.step()
@@ -203,7 +203,7 @@ def test_requests_that_crowd_each_other_out_still_give_their_own_tokens() -> Non
 
 
 def test_a_cancelled_request_leaves_what_it_computed() -> None:
-    d = driver(max_chunk_tokens=4)
+    d = driver(max_num_batched_tokens=4)
     d.submit("a", span(0, 30), 3)
     for _ in range(3):
         d.step()
@@ -287,7 +287,7 @@ def test_a_waiting_request_is_looked_up_once_until_something_changes() -> None:
 
 
 def test_check_notices_a_stop_that_was_passed_and_a_state_elsewhere() -> None:
-    d = driver(max_chunk_tokens=4)
+    d = driver(max_num_batched_tokens=4)
     d.submit("a", span(0, 30), 3)
     d.step()
     slot = d.requests["a"].slot

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from byhand import span
 from driver import Driver
 from fakes import EchoModel
+
+from scheduler.policy.losses import tokens_lost
 
 # Who yields -------------------------------------------------------------------------------------------------------
 
@@ -189,6 +192,66 @@ def test_a_preempted_request_that_is_cancelled_leaves_nothing() -> None:
     driver.cancel("a")
     assert not driver.scheduler.has_work
     assert driver.pool.num_live == 0
+
+
+# What a victim would lose -----------------------------------------------------------------------------------------
+
+
+def lost(driver: Driver, *names: str) -> list[int]:
+    slots = np.array([driver.requests[name].slot for name in names], np.int32)
+    return tokens_lost(driver.scheduler.state, slots).tolist()
+
+
+def test_what_others_hold_too_is_not_lost() -> None:
+    driver = Driver(64, 4, watermark=0.0)
+    driver.submit("a", span(0, 22), 20)
+    driver.submit("b", [*span(0, 20), 50, 51, 52], 20)
+    driver.submit("c", span(60, 9), 20)
+    driver.step()
+    assert lost(driver, "a", "b", "c") == [2, 3, 9]
+    driver.cancel("a")
+    assert lost(driver, "b", "c") == [23, 9]
+
+
+def test_the_one_whose_prompt_is_shared_yields_before_a_shorter_one_that_is_on_its_own() -> None:
+    driver = Driver(19, 4, watermark=0.0)
+    driver.submit("oldest", span(0, 40), 30)
+    driver.submit("alone", span(60, 14), 30)
+    driver.submit("shares", [*span(0, 40), 90], 30)
+    yielded: list[str] = []
+    while not yielded:
+        yielded += [request.id for request in driver.step().preempted]
+    assert driver.requests["shares"].num_prompt > 2 * driver.requests["alone"].num_prompt
+    assert yielded == ["shares"]
+    driver.run()
+    driver.expect_all_exact()
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_column_is_lost_where_one_of_its_groups_is(num_groups: int) -> None:
+    driver = Driver(64 * num_groups, 4, model=EchoModel(num_groups=num_groups))
+    driver.submit("a", span(0, 10), 20)
+    driver.step()
+    assert lost(driver, "a") == [10]
+    shared = driver.scheduler.state.pages(driver.requests["a"].slot)[: num_groups - 1, 0].copy()
+    driver.pool.share(shared)
+    assert lost(driver, "a") == [10]
+    if num_groups == 1:
+        driver.pool.share(np.array(driver.pages("a")[:1], np.int32))
+        assert lost(driver, "a") == [6]
+
+
+def test_preempted_tokens_are_counted_and_mostly_found_again() -> None:
+    driver = Driver(64, 4)
+    driver.submit("a", span(0, 30), 20)
+    for _ in range(4):
+        driver.step()
+    driver.preempt("a")
+    stats = driver.scheduler.stats
+    assert (stats.num_preemptions, stats.preempted_tokens) == (1, 33)
+    driver.run()
+    assert stats.reattached_tokens == 32
+    driver.expect_all_exact()
 
 
 # Storms -----------------------------------------------------------------------------------------------------------

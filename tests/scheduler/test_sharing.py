@@ -7,6 +7,13 @@ from byhand import span
 from driver import Driver
 from fakes import EchoAfter, EchoLooped, EchoModel
 
+
+def beside(driver: Driver) -> None:
+    """One that decodes meanwhile: a prefill that is alone is not cut into chunks."""
+    driver.submit("z", [96], 60)
+    driver.step()
+
+
 # In one step ------------------------------------------------------------------------------------------------------
 
 
@@ -114,11 +121,12 @@ def test_a_prompt_that_ends_at_once_leaves_its_pages_to_its_follower() -> None:
 
 def test_a_running_chunk_offers_the_pages_that_it_fills_now() -> None:
     driver = Driver(64, 4, max_num_batched_tokens=24, max_chunk_tokens=8)
+    beside(driver)
     driver.submit("a", span(0, 32))
     driver.step()
     driver.submit("b", [*span(0, 16), 90])
     driver.step()
-    assert driver.plans == [{"a": 8}, {"a": 8, "b": 1}]
+    assert driver.plans[1:] == [{"z": 1, "a": 8}, {"z": 1, "a": 8, "b": 1}]
     driver.run()
     driver.expect_all_exact()
 
@@ -205,16 +213,17 @@ def test_who_waits_for_one_that_failed_computes_itself() -> None:
 
 
 def test_nobody_waits_for_pages_that_will_not_be_published() -> None:
-    driver = Driver(64, 4, max_num_batched_tokens=12, max_chunk_tokens=6, max_pages=2)
+    driver = Driver(64, 4, max_num_batched_tokens=13, max_chunk_tokens=6, max_pages=2)
+    beside(driver)
     driver.submit("a", span(0, 40))
     driver.step()
     driver.step()
     driver.step()
-    assert driver.scheduler.state.num_running == 1
+    assert driver.running() == ["z", "a"]
     assert driver.requests["a"].cursor.closed  # the budget of two pages is spent
     driver.submit("b", [*span(0, 40), 1])
     driver.step()
-    assert driver.plans[-1] == {"a": 6, "b": 6}
+    assert driver.plans[-1] == {"z": 1, "a": 6, "b": 6}
     assert driver.requests["b"].num_cached_tokens == 8
     driver.run()
     driver.expect_all_exact()
@@ -234,6 +243,7 @@ def test_waiting_is_no_deadlock_when_the_hash_sends_everyone_to_one_page() -> No
 def test_a_page_below_a_released_parent_is_not_offered_below_the_one_in_its_place() -> None:
     """The first page of `a` and, after the release, that of `y` would be the same node: `b` must not follow `a`."""
     driver = Driver(64, 8, max_num_batched_tokens=60, max_chunk_tokens=2)
+    beside(driver)
     driver.submit("a", [1] * 8 + [9] * 8 + [5] * 24, 2)
     driver.step_until(lambda: driver.computed("a") == 4)
     driver.submit("y", [31] * 8 + [1], 1)
@@ -248,6 +258,7 @@ def test_a_page_below_a_released_parent_is_not_offered_below_the_one_in_its_plac
 @pytest.mark.parametrize("why", ["released", "closed"])
 def test_a_cursor_that_publishes_no_more_offers_nothing_and_is_not_awaited(why: str) -> None:
     driver = Driver(64, 4, max_num_batched_tokens=60, max_chunk_tokens=8)
+    beside(driver)
     request = driver.submit("a", span(0, 40), 2)
     driver.step()
     sharing, state = driver.scheduler.sharing, driver.scheduler.state
@@ -270,13 +281,15 @@ def test_a_cursor_that_publishes_no_more_offers_nothing_and_is_not_awaited(why: 
 
 def test_rows_of_before_a_release_enter_no_page_of_the_cache() -> None:
     driver = Driver(64, 8, max_chunk_tokens=2)
+    beside(driver)
     driver.submit("a", [7] * 20, 3)
     driver.step_until(lambda: driver.computed("a") == 4)
-    driver.pool.storage.pages[:, 0, 0, 0, :4] += 1000.0  # rows of other weights
+    mine = driver.pages("a")
+    driver.pool.storage.pages[mine, 0, 0, 0, :4] += 1000.0  # rows of other weights
     driver.cache.release()
     driver.submit("b", [7] * 20, 3)  # follows nothing, waits for nobody
     driver.step()
-    assert driver.plans[-1] == {"a": 2, "b": 2}
+    assert driver.plans[-1] == {"z": 1, "a": 2, "b": 2}
     driver.run()
     driver.requests.pop("a")  # it went on with the rows it had
     driver.solo("c", [7] * 20)

@@ -1,0 +1,129 @@
+"""Namespaces share by weight, whatever they ask for."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler.placement import Placer
+from scheduler.policy.base import Key, Policy
+from scheduler.policy.tenants import Tenants
+from scheduler.request import Request, RequestState
+from scheduler.slots import Slots
+from scheduler.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from scheduler.queue import WaitingQueue
+
+
+class FairShare(Policy):
+    """The namespace that was served least, for its weight, starts its oldest request next.
+
+    Each namespace has a virtual counter (VTC; Sheng et al. 2024, Fairness in Serving Large Language Models): one for
+    each prompt token that is computed for it, `output_weight` for each token that it gets, divided by its weight.
+    Cached tokens cost nothing, nor does recomputation after a preemption. A namespace that comes back with an empty
+    queue is lifted to the least counter among those that wait (that of the last to wait, if none does): idling saves
+    nothing up.
+
+    Bound: while two namespaces both keep requests waiting, and these fit, their counters differ by at most U = the
+    charge of the longest prompt + that of what all slots together may generate. So a namespace waits at most until
+    another was served U more than itself. What does not fit is bypassed as in every policy.
+
+    Replaces limits on requests a minute, and the single queue of vLLM and SGLang, where whoever sends most gets most.
+    """
+
+    name = "fair_share"
+    by_namespace = True
+
+    def __init__(
+        self, weights: Mapping[str, float] | None = None, default_weight: float = 1.0, output_weight: float = 2.0
+    ) -> None:
+        """`weights` by namespace; all others have `default_weight`."""
+        self.weights = dict(weights or {})
+        for weight in (default_weight, output_weight, *self.weights.values()):
+            if not weight > 0:
+                raise ValueError(f"weights must be above 0, got {weight}")
+        self.default_weight = default_weight
+        self.output_weight = output_weight
+
+    def bind(self, state: Slots, stats: SchedulerStats, placer: Placer) -> None:
+        super().bind(state, stats, placer)
+        self.tenants = Tenants(self._weight)
+        self._of_slot = np.zeros(len(state.known), np.int64)
+        self._charged = np.zeros(len(state.known), np.int64)  # by slot: output tokens that were counted
+        self._last = -1  # who waited last, when nobody does
+
+    def counter(self, namespace: str) -> float:
+        """Tokens that a namespace was served, weighted; 0.0 for one that was not seen lately."""
+        self._settle()
+        return self.tenants.value(namespace)
+
+    def key(self, request: Request) -> Key:
+        return (request.arrival,)
+
+    def joined(self, request: Request) -> None:
+        tenants = self.tenants
+        i = tenants.enter(request.namespace)
+        tenants.num_live[i] += 1
+        if not tenants.num_waiting[i]:
+            self._settle()
+            waiting = np.flatnonzero(tenants.num_waiting)
+            if len(waiting):
+                tenants.counters[i] = max(tenants.counters[i], tenants.counters[waiting].min())
+            elif self._last >= 0:
+                tenants.counters[i] = max(tenants.counters[i], tenants.counters[self._last])
+        tenants.num_waiting[i] += 1
+
+    def left(self, request: Request) -> None:
+        i = self.tenants.enter(request.namespace)
+        self.tenants.num_waiting[i] -= 1
+        self.tenants.num_live[i] -= 1
+        self._last = i
+
+    def started(self, request: Request, new_tokens: int) -> None:
+        i = self.tenants.enter(request.namespace)
+        self.tenants.num_live[i] += 1
+        self.tenants.counters[i] += new_tokens / self.tenants.weights[i]
+        self._of_slot[request.slot] = i
+        self._charged[request.slot] = self.state.known[request.slot] - request.num_prompt
+
+    def stopped(self, request: Request) -> None:
+        self._settle()
+        self.tenants.num_live[self._of_slot[request.slot]] -= 1
+        self.tenants.forget_idle(self._last)
+
+    def walk(self, queue: WaitingQueue, closed: set[str]) -> Iterator[Request]:
+        """O(waiting namespaces) vectorised, then O(log) for each request: no more namespaces can come up than slots and
+        closed ones there are, and those that are passed by."""
+        self._settle()
+        tenants = self.tenants
+        waiting = np.flatnonzero(tenants.num_waiting)
+        most = 2 * len(self.state.known) + self.placer.config.lookahead + 1
+        if len(waiting) > most:
+            waiting = waiting[np.argpartition(tenants.counters[waiting], most)[:most]]
+        lanes = {i: queue.lanes[tenants.names[i]] for i in waiting.tolist()}
+        heap = [(0, float(tenants.counters[i]), lane.at(0).arrival, i) for i, lane in lanes.items()]
+        heapq.heapify(heap)
+        walks = {i: lane.walk(closed) for i, lane in lanes.items()}
+        while heap:
+            blocked, _, _, i = heapq.heappop(heap)
+            request = next(walks[i], None)
+            if request is not None:
+                yield request
+                blocked += request.state == RequestState.WAITING  # others come before the next of a lane that waits
+                heapq.heappush(heap, (blocked, float(tenants.counters[i]), request.arrival, i))
+
+    def _weight(self, namespace: str) -> float:
+        return self.weights.get(namespace, self.default_weight)
+
+    def _settle(self) -> None:
+        """Charge what the running requests were given since the last time. O(running), vectorised."""
+        state, slots = self.state, self.state.running
+        made = state.known[slots] - state.prompt_len[slots]
+        of = self._of_slot[slots]
+        charge = (made - self._charged[slots]) * self.output_weight
+        np.add.at(self.tenants.counters, of, charge / self.tenants.weights[of])
+        self._charged[slots] = made
