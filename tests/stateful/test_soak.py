@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from soak import Soak, live_requests
 
+from scheduler.policy import POLICIES
+
 
 @pytest.mark.slow
 def test_twenty_thousand_requests_all_end_and_leave_nothing_behind() -> None:
@@ -18,3 +20,11 @@ def test_twenty_thousand_requests_all_end_and_leave_nothing_behind() -> None:
     assert max(soak.objects[1:]) - min(soak.objects[1:]) < 1000  # one object for each fifteen requests would show
     assert soak.peak_kb[-1] - soak.peak_kb[0] < 16_000
     assert live_requests() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fcfs"}))
+def test_every_policy_ends_all_of_a_crowd(policy: str) -> None:
+    soak = Soak(400, policy).run()
+    assert sum(soak.outcomes.values()) == 400 and not soak.asked
+    assert soak.engine.pool.num_live == 0
