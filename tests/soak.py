@@ -13,7 +13,8 @@ from fakes import EchoModel
 
 from scheduler import Engine, SamplingParams, SchedulerConfig
 from scheduler.output import RequestOutput
-from scheduler.request import Request
+from scheduler.policy import Policy
+from scheduler.request import Request, RequestState
 
 PAGE, PAGES, LIVE = 4, 48, 10  # the requests that are live want LIVE times the pool
 VOCAB = 61
@@ -55,8 +56,9 @@ class Soak:
     from submit to the first admission."""
 
     num_requests: int
-    policy: str = "fcfs"
+    policy: str | Policy = "fcfs"
     seed: int = 0
+    switch: tuple[str, ...] = ()  # policies that take turns, each for 500 steps
     options: dict = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
     waits: Counter[int] = field(default_factory=Counter)
@@ -64,15 +66,15 @@ class Soak:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.model = Flaky(self.seed)
-        config = SchedulerConfig(
-            max_num_seqs=12, max_num_batched_tokens=48, watermark=0.02, policy=self.policy, **self.options
-        )
+        config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=48, watermark=0.02, **self.options)
         self.engine = Engine(self.model, page_size=PAGE, num_pages=PAGES, config=config)
+        self.engine.set_policy(self.policy)
         self.asked: dict[str, Asked] = {}
         self.wanted = 0  # pages that the live requests want
         self.steps = 0
         self.num_submitted = 0
         self.checked = 0
+        self.bypassed = 0  # the most that anybody was passed by
         self.objects: list[int] = []  # at each fifth of the way
         self.peak_kb: list[int] = []
 
@@ -83,9 +85,13 @@ class Soak:
             if self.rng.random() < 0.05 and self.asked:
                 live = list(self.asked)
                 self.engine.cancel(live[int(self.rng.integers(len(live)))])
+            if self.switch and self.steps % 500 == 0:
+                self.engine.set_policy(self.switch[self.steps // 500 % len(self.switch)])
             before = self.engine.scheduler.stats.num_finished, self.engine.scheduler.stats.generated_tokens
+            waiting = {request: request.num_bypassed for request in self.engine.scheduler.waiting}
             events = self.engine.step()
             self.steps += 1
+            self.expect_order(waiting)
             self.engine.check()
             for event in events:
                 if event.output is not None:
@@ -120,6 +126,34 @@ class Soak:
         self.engine.submit(asked.prompt, params, request_id=name, priority=asked.priority, namespace=asked.namespace)
         self.asked[name] = asked
         self.wanted += asked.pages
+
+    def expect_order(self, waiting: dict[Request, int]) -> None:
+        """Who started before another one whose turn it was: that one was passed by, which is counted and bounded.
+
+        `waiting` is who waited before the step, and how often each had been passed by.
+        """
+        scheduler = self.engine.scheduler
+        policy, most = scheduler.policy, scheduler.config.max_bypass
+        started = [request for request in waiting if request.state == RequestState.RUNNING]
+        left = [request for request in waiting if request.state == RequestState.WAITING]
+        for request in left:
+            self.bypassed = max(self.bypassed, request.num_bypassed)
+            assert request.num_bypassed <= most, f"{request.id} was passed by {request.num_bypassed} times"
+            if request.num_bypassed == waiting[request] and started and not request.num_preemptions:
+                late = [other.id for other in started if self.comes_before(policy, request, other)]
+                assert not late, f"{late} started before {request.id}, which was not passed by"
+
+    def comes_before(self, policy: Policy, request: Request, other: Request) -> bool:
+        """Whether the policy's bound says that `request` starts first."""
+        now = self.engine.scheduler.stats.num_steps - 1
+        if policy.name == "fair_share":
+            return request.namespace == other.namespace and request.arrival < other.arrival
+        if policy.name == "longest_prefix":
+            waited = [now - each.arrival_step >= policy.patience for each in (request, other)]
+            return waited[0] and (not waited[1] or request.arrival < other.arrival)
+        if request.num_preemptions or other.num_preemptions:
+            return False  # the key of one that ran may have changed since
+        return policy.key(request) < policy.key(other)
 
     def note_admissions(self) -> None:
         requests = self.engine.scheduler.state.requests

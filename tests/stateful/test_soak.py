@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 from soak import Soak, live_requests
 
-from scheduler.policy import POLICIES
+from scheduler.policy import POLICIES, Policy
+from scheduler.policy.deadline import Deadline
+from scheduler.policy.fair_share import FairShare
+from scheduler.policy.fcfs import FCFS
+from scheduler.policy.longest_prefix import LongestPrefix
+from scheduler.policy.priority import Priority
+from scheduler.policy.shortest_remaining import ShortestRemaining
+
+ORDERED = [FCFS(), Priority(40), ShortestRemaining(2.0), Deadline(), LongestPrefix(30), FairShare({"a": 2.0})]
 
 
 @pytest.mark.slow
-def test_twenty_thousand_requests_all_end_and_leave_nothing_behind() -> None:
+def test_twenty_thousand_requests_under_changing_policies_all_end_and_leave_nothing_behind() -> None:
     before = live_requests()
-    soak = Soak(20_000).run()
+    soak = Soak(20_000, switch=tuple(POLICIES)).run()
     assert sum(soak.outcomes.values()) == 20_000 and not soak.asked
     assert set(soak.outcomes) == {"length", "cancelled", "error"} and min(soak.outcomes.values()) > 50
     assert soak.engine.pool.num_live == 0
@@ -23,8 +31,9 @@ def test_twenty_thousand_requests_all_end_and_leave_nothing_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fcfs"}))
-def test_every_policy_ends_all_of_a_crowd(policy: str) -> None:
-    soak = Soak(400, policy).run()
-    assert sum(soak.outcomes.values()) == 400 and not soak.asked
+@pytest.mark.parametrize("policy", ORDERED, ids=lambda policy: policy.name)
+def test_nobody_waits_longer_than_the_policy_says(policy: Policy) -> None:
+    soak = Soak(800, policy, options={"max_bypass": 5}).run()
+    assert sum(soak.outcomes.values()) == 800 and not soak.asked
+    assert 0 < soak.bypassed <= 5
     assert soak.engine.pool.num_live == 0
