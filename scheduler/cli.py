@@ -59,6 +59,10 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-dtype", default="auto", help="auto, fp32, fp16, bf16, int8 or int4 (default: auto)")
     group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once (default: %(default)s)")
     group.add_argument("--max-num-batched-tokens", type=int, default=None, help="rows a step (default: by device)")
+    group.add_argument("--policy", default="fcfs", help="who starts next, see SchedulerConfig (default: %(default)s)")
+    group.add_argument(
+        "--proposer", default=None, help="prompt_lookup: guess tokens that the prompt has (default: none)"
+    )
     group.add_argument("--eviction", default="lru", help="lru, lfu_da, gdsf or shortest (default: %(default)s)")
     group.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", help="keep no pages for reuse")
 
@@ -79,7 +83,8 @@ def _sampling_flags(parser: argparse.ArgumentParser) -> None:
 def _engine(args: argparse.Namespace) -> Any:
     from scheduler.engine import Engine
 
-    names = ("page_size", "num_pages", "kv_dtype", "max_seq_len", "max_num_seqs", "max_num_batched_tokens", "eviction")
+    names = ("page_size", "num_pages", "kv_dtype", "max_seq_len", "max_num_seqs", "max_num_batched_tokens")
+    names += ("policy", "proposer", "eviction")
     return Engine(
         args.model, prefix_cache=args.prefix_cache, device=args.device, **{n: getattr(args, n) for n in names}
     )

@@ -45,6 +45,8 @@ def test_wrong_usage_is_exit_code_2(argv: list[str], capsys) -> None:
         (["generate", "hi", "--model", "tiny:llama", "--raw"], "no tokenizer"),
         (["generate", "hi", "--model", "tiny:llama", "--kv-dtype", "fp8"], "kv_dtype must be one of"),
         (["generate", "hi", "--model", "tiny:llama", "--page-size", "0"], "page_size must be at least 1"),
+        (["generate", "hi", "--model", "tiny:llama", "--policy", "magic"], "the policy must be one of"),
+        (["generate", "hi", "--model", "tiny:llama", "--proposer", "magic"], "the proposer must be one of"),
         (["demo", "--model", "tiny:llama"], "no chat template"),
     ],
 )
