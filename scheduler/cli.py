@@ -60,9 +60,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once (default: %(default)s)")
     group.add_argument("--max-num-batched-tokens", type=int, default=None, help="rows a step (default: by device)")
     group.add_argument("--policy", default="fcfs", help="who starts next, see SchedulerConfig (default: %(default)s)")
-    group.add_argument(
-        "--proposer", default=None, help="prompt_lookup: guess tokens that the prompt has (default: none)"
-    )
+    group.add_argument("--proposer", default=None, help="prompt_lookup: guess from the prompt (default: none)")
     group.add_argument("--eviction", default="lru", help="lru, lfu_da, gdsf or shortest (default: %(default)s)")
     group.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", help="keep no pages for reuse")
 
