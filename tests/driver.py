@@ -117,6 +117,16 @@ class Driver:
             assert self.step() is not None, "there is work and nothing runs"
         raise AssertionError(f"not done after {max_steps} steps")
 
+    def run_in_order(self) -> list[str]:
+        """Run all to the end; returns who was admitted, resumes included, in order."""
+        order: list[str] = []
+        while self.scheduler.has_work:
+            plan = self.step()
+            assert plan is not None, "there is work and nothing runs"
+            order += [request.id for request in plan.admitted]
+        self.expect_all_exact()
+        return order
+
     def step_until(self, condition, max_steps: int = 10_000) -> int:
         """Step until `condition()` holds; returns the number of steps."""
         for steps in range(max_steps):

@@ -18,17 +18,6 @@ def driver(policy, num_pages: int = 200, page_size: int = 4, **config) -> Driver
     return Driver(num_pages, page_size, policy=policy, **{"watermark": 0.0, **config})
 
 
-def started(d: Driver) -> list[str]:
-    """All admissions until everything has ended, resumes included, in order."""
-    order = []
-    while d.scheduler.has_work:
-        plan = d.step()
-        assert plan is not None, "there is work and nothing runs"
-        order += [request.id for request in plan.admitted]
-    d.expect_all_exact()
-    return order
-
-
 def steps(d: Driver, n: int) -> None:
     for _ in range(n):
         d.step()
@@ -58,7 +47,7 @@ def test_equal_requests_of_one_namespace_start_in_order_of_submission(name: str)
     d = driver(name, max_num_seqs=2)
     for i in range(7):
         d.submit(f"r{i}", [i] * 5, 3)
-    assert started(d) == [f"r{i}" for i in range(7)]
+    assert d.run_in_order() == [f"r{i}" for i in range(7)]
     assert d.scheduler.stats.num_preemptions == 0
 
 
@@ -124,7 +113,7 @@ def test_the_least_prompt_and_output_starts_first() -> None:
     d = driver("shortest_remaining", max_num_seqs=1)
     for name, prompt, output in (("a", 30, 9), ("b", 4, 20), ("c", 10, 10), ("d", 2, 3)):
         d.submit(name, [1] * prompt, output)
-    assert started(d) == ["d", "c", "b", "a"]
+    assert d.run_in_order() == ["d", "c", "b", "a"]
 
 
 def test_a_preempted_request_counts_only_what_it_has_left() -> None:
@@ -147,7 +136,7 @@ def test_a_long_request_waits_for_no_shorter_one_that_comes_its_tokens_by_ageing
     d.submit("long", [1] * 30, 15)  # 45 tokens
     steps(d, late)
     d.submit("short", [1] * 3, 2)  # 5: 40 fewer, ten steps
-    assert started(d)[0] == first
+    assert d.run_in_order()[0] == first
 
 
 def test_an_endless_stream_of_short_requests_does_not_starve_a_long_one() -> None:
@@ -190,7 +179,7 @@ def test_the_earliest_deadline_starts_first_and_a_later_submission_may_have_it()
     d.submit("soon", [2] * 4, 2, limits={"deadline_s": 5.0})
     clock.now += 20.0
     d.submit("later", [3] * 4, 2, limits={"deadline_s": 9.0})  # due at 129, a second before the first
-    assert started(d) == ["soon", "later", "relaxed"]
+    assert d.run_in_order() == ["soon", "later", "relaxed"]
 
 
 def test_those_without_a_deadline_go_by_arrival_and_are_due_in_their_turn() -> None:
@@ -200,7 +189,7 @@ def test_those_without_a_deadline_go_by_arrival_and_are_due_in_their_turn() -> N
     d.submit("b", [2] * 4, 2)
     d.submit("hurried", [3] * 4, 2, limits={"deadline_s": 2.0})
     d.submit("lazy", [4] * 4, 2, limits={"deadline_s": 60.0})
-    assert started(d) == ["hurried", "a", "b", "lazy"]
+    assert d.run_in_order() == ["hurried", "a", "b", "lazy"]
 
 
 def test_nothing_that_comes_after_a_request_is_due_goes_before_it() -> None:
@@ -233,7 +222,7 @@ def test_the_longest_match_starts_first(model) -> None:
     d.submit("none", span(80, 12), 2)
     d.submit("short", [*span(0, 24), *span(60, 3)], 2)
     d.submit("long", [*span(40, 33), 5, 6], 2)
-    assert started(d) == ["long", "short", "none"]
+    assert d.run_in_order() == ["long", "short", "none"]
 
 
 def test_of_two_with_one_opening_the_second_goes_last() -> None:
@@ -244,7 +233,7 @@ def test_of_two_with_one_opening_the_second_goes_last() -> None:
     first = d.step()
     assert [r.id for r in first.admitted] == ["a"]
     d.step_until(lambda: not d.running())
-    assert started(d) == ["twin", "b"]  # by now it matches twelve tokens
+    assert d.run_in_order() == ["twin", "b"]  # by now it matches twelve tokens
 
 
 def test_the_second_of_an_opening_waits_for_those_that_match_nothing() -> None:
@@ -410,7 +399,7 @@ def test_the_requests_of_a_namespace_keep_their_order() -> None:
     d = driver("fair_share", max_num_seqs=1)
     for i in range(6):
         d.submit(f"{'ab'[i % 2]}{i}", [i] * 4, 3, "ab"[i % 2])
-    order = started(d)
+    order = d.run_in_order()
     for namespace in "ab":
         mine = [name for name in order if name.startswith(namespace)]
         assert mine == sorted(mine)

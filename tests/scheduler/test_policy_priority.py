@@ -16,16 +16,6 @@ def driver(num_pages: int = 64, page_size: int = 4, ageing: int = 1000, **config
     return Driver(num_pages, page_size, policy=Priority(ageing), **config)
 
 
-def started(d: Driver) -> list[str]:
-    """All admissions until everything has ended, resumes included, in order."""
-    order = []
-    while d.scheduler.has_work:
-        plan = d.step()
-        assert plan is not None, "there is work and nothing runs"
-        order += [request.id for request in plan.admitted]
-    return order
-
-
 # The order of the queue -------------------------------------------------------------------------------------------
 
 
@@ -33,7 +23,7 @@ def test_the_most_urgent_of_three_starts_first() -> None:
     d = driver(max_num_seqs=1)
     for name, priority in (("a", 3), ("b", 2), ("c", 0)):
         d.submit(name, span(0, 5), 3, priority=priority)
-    assert started(d) == ["c", "b", "a"]
+    assert d.run_in_order() == ["c", "b", "a"]
     d.expect_all_exact()
 
 
@@ -42,7 +32,7 @@ def test_equals_start_in_order_of_submission(priority: int) -> None:
     d = driver(max_num_seqs=1)
     for name in "dacb":
         d.submit(name, span(0, 5), 3, priority=priority)
-    assert started(d) == ["d", "a", "c", "b"]
+    assert d.run_in_order() == ["d", "a", "c", "b"]
     assert d.scheduler.stats.num_preemptions == 0
 
 
@@ -50,7 +40,7 @@ def test_a_negative_priority_is_more_urgent_than_none() -> None:
     d = driver(max_num_seqs=1)
     d.submit("plain", span(0, 5), 3)
     d.submit("urgent", span(0, 5), 3, priority=-1)
-    assert started(d) == ["urgent", "plain"]
+    assert d.run_in_order() == ["urgent", "plain"]
 
 
 # Ageing -----------------------------------------------------------------------------------------------------------
@@ -65,7 +55,7 @@ def test_two_levels_are_made_up_for_in_twice_the_ageing(late: int, order: list[s
     for _ in range(late):
         d.step()
     d.submit("newer", span(0, 5), 2, priority=0)
-    assert started(d) == order
+    assert d.run_in_order() == order
 
 
 def test_priority_10_finishes_despite_an_endless_stream_of_priority_0() -> None:
@@ -136,7 +126,7 @@ def test_who_was_pushed_out_does_not_push_back_and_resumes_when_there_is_room() 
     d.submit("low", span(0, 6), 30, priority=3)
     d.step()
     d.submit("high", span(50, 6), 10, priority=1)
-    order = started(d)
+    order = d.run_in_order()
     assert order == ["high", "low"]
     assert d.scheduler.stats.num_preemptions == 1
     d.expect_all_exact()
@@ -152,7 +142,7 @@ def test_an_aged_request_is_not_pushed_out_by_newer_ones() -> None:
     d.submit("new", span(50, 6), 3, priority=0)
     d.step()
     assert d.running() == ["old"]
-    assert started(d) == ["new"]
+    assert d.run_in_order() == ["new"]
     assert d.scheduler.stats.num_preemptions == 0
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from checkpoint_machine import CheckpointMachine
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from planting import any_order, expect_found, expect_nothing
 
 from paged.errors import OutOfPages
 from paged.ops.dispatch import get_backend
@@ -17,23 +16,9 @@ from paged.prefix.checkpoints import Checkpoint, CheckpointStore
 
 Patch = pytest.MonkeyPatch
 
-CheckpointMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+CheckpointMachine.TestCase.settings = any_order(60)
 
 TestCheckpointMachine = CheckpointMachine.TestCase
-
-SETTINGS = settings(
-    max_examples=600,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
-
 
 # Pages ------------------------------------------------------------------------------------------------------------
 
@@ -265,10 +250,9 @@ FAULTS = [
 def test_the_oracle_alone_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
     monkeypatch.setattr(CheckpointStore, "check", lambda self: None)
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, OutOfPages)):
-        run_state_machine_as_test(CheckpointMachine, settings=SETTINGS)
+    expect_found(CheckpointMachine, max_examples=600)
 
 
 @pytest.mark.slow
 def test_the_machine_finds_nothing_without_a_fault() -> None:
-    run_state_machine_as_test(CheckpointMachine, settings=settings(SETTINGS, max_examples=100))
+    expect_nothing(CheckpointMachine, max_examples=100)

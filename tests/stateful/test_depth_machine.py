@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from depth_machine import DepthMachine
 from fakes import EchoAfter, EchoLooped, EchoModel
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from planting import any_order, expect_found, expect_nothing
 
 from paged.kv.page_table import PageTable
 from paged.prefix.cache import PrefixCache
@@ -19,22 +18,9 @@ from paged.spec import KVView
 
 Patch = pytest.MonkeyPatch
 
-DepthMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+DepthMachine.TestCase.settings = any_order(50)
 
 TestDepthMachine = DepthMachine.TestCase
-
-SETTINGS = settings(
-    max_examples=400,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 class Looped(DepthMachine):
@@ -156,12 +142,10 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
 @pytest.mark.parametrize(("machine", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
 def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    with pytest.raises(Exception) as found:
-        run_state_machine_as_test(machine, settings=SETTINGS)
-    assert isinstance(found.value, (AssertionError, ValueError, IndexError, KeyError, RuntimeError)), found.value
+    expect_found(machine, max_examples=400)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Looped, After, Windows])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
-    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=100))
+    expect_nothing(machine, max_examples=100)

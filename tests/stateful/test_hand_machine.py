@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from fakes import EchoHybrid, EchoModel
 from hand_machine import HandMachine
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from planting import any_order, expect_found, expect_nothing
 
 from paged.kv.page_table import PageTable
 from paged.kv.pages import PagePool
@@ -28,22 +27,9 @@ from paged.prefix.tree_intake import TreeIntake
 
 Patch = pytest.MonkeyPatch
 
-HandMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+HandMachine.TestCase.settings = any_order(80)
 
 TestHandMachine = HandMachine.TestCase
-
-SETTINGS = settings(
-    max_examples=600,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 class Pages(HandMachine):
@@ -326,12 +312,10 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
 @pytest.mark.parametrize(("machine", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
 def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    with pytest.raises(Exception) as found:
-        run_state_machine_as_test(machine, settings=SETTINGS)
-    assert isinstance(found.value, (AssertionError, ValueError, IndexError, KeyError, RuntimeError)), found.value
+    expect_found(machine, max_examples=600)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Pages, Exact, Windows, FewCheckpoints, Pinning, Rivals, ShortPins])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
-    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=120))
+    expect_nothing(machine, max_examples=120)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from cache_machine import CacheMachine
-from hypothesis import HealthCheck, settings
+from planting import any_order
 from scheduler_machine import SchedulerMachine
 
-SETTINGS = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
-
-CacheMachine.TestCase.settings = SETTINGS
-SchedulerMachine.TestCase.settings = SETTINGS
+CacheMachine.TestCase.settings = any_order(40)
+SchedulerMachine.TestCase.settings = any_order(40)
 
 TestCacheMachine = CacheMachine.TestCase
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cache_machine import CacheMachine
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule
+from planting import expect_found, expect_nothing
 from scheduler_machine import SchedulerMachine
 
 from paged.errors import OutOfPages
@@ -30,17 +30,6 @@ from scheduler.slots import Slots
 from scheduler.step import Decision
 
 Patch = pytest.MonkeyPatch
-
-SETTINGS = settings(
-    max_examples=300,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 class RealHash(CacheMachine):
@@ -496,11 +485,10 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
 @pytest.mark.parametrize(("machine", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
 def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, AttributeError, OutOfPages)):
-        run_state_machine_as_test(machine, settings=SETTINGS)
+    expect_found(machine, max_examples=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [RealHash, OneHash, SlowPrefill, Looped, LayersAfter, Windowed, Drafting, Planning])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
-    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=60))
+    expect_nothing(machine, max_examples=60)

@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from planting import expect_found, expect_nothing
 from scheduler_machine import SchedulerMachine
 
-from paged.errors import OutOfPages
 from scheduler.admission import Admission
 from scheduler.bounds import Bounds
 from scheduler.policy import LongestPrefix, Priority
@@ -19,17 +17,6 @@ from scheduler.quota import Quota
 from scheduler.quotas import Quotas
 
 Patch = pytest.MonkeyPatch
-
-SETTINGS = settings(
-    max_examples=300,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 class Urgent(SchedulerMachine):
@@ -155,11 +142,10 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
 @pytest.mark.parametrize(("machine", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
 def test_the_machine_finds(machine: type, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, OutOfPages)):
-        run_state_machine_as_test(machine, settings=SETTINGS)
+    expect_found(machine, max_examples=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Urgent, Prefixes, Metered])
 def test_the_machine_finds_nothing_without_a_fault(machine: type) -> None:
-    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=100))
+    expect_nothing(machine, max_examples=100)
