@@ -14,10 +14,12 @@ from paged.prefix.resume import ResumeHandle
 from scheduler.async_stream import AsyncStream
 from scheduler.background import StepThread
 from scheduler.engine import Engine
+from scheduler.forecast import Forecast
 from scheduler.intake import Prompt
 from scheduler.mailbox import LoopPort
 from scheduler.offline import prepare_batch
 from scheduler.output import RequestOutput
+from scheduler.policy import Policy
 from scheduler.request import RequestOptions
 
 if TYPE_CHECKING:
@@ -98,6 +100,18 @@ class AsyncEngine:
         """How many leading tokens of `prompt` a request would attach right now. Takes nothing, touches no entry."""
         tokens = self.engine.tokens_of(prompt)
         return await self._between_steps(lambda: self.engine.prefix_match_len(tokens, namespace, loops, cache_window))
+
+    async def admit(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Forecast:
+        """What `stream` with the same arguments would come to; takes nothing, touches nothing. See Engine.admit."""
+        if isinstance(prompt, str):
+            prompt = self.engine.tokens_of(prompt)  # here, so that the steps do not wait for it
+        return await self._between_steps(lambda: self.engine.admit(prompt, params, **options))
+
+    async def set_policy(self, policy: str | Policy) -> None:
+        """Order what waits by another policy from now on. ValueError for a name that there is not."""
+        await self._between_steps(lambda: self.engine.set_policy(policy))
 
     async def build_prefix(self, prompt: Prompt, **settings: Any) -> PrefixHandle:
         """See Engine.build_prefix. Runs in a thread of the loop's pool, between the steps; cannot be cancelled."""

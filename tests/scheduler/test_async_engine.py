@@ -12,8 +12,8 @@ from byhand import span
 from fakes import EchoLooped, EchoModel
 from gated import GatedModel, join, run
 
-from paged.errors import Closed, DuplicateRequest, InvalidRequest
-from scheduler import AsyncEngine, Engine, SamplingParams
+from paged.errors import Closed, DuplicateRequest, InvalidRequest, QueueFull
+from scheduler import AsyncEngine, Engine, SamplingParams, SchedulerConfig
 
 PARAMS = SamplingParams(max_tokens=6)
 
@@ -347,6 +347,39 @@ def test_the_cache_is_asked_saved_loaded_and_reset(tmp_path: Path) -> None:
             assert await engine.prefix_match_len(span(0, 50)) == 0
             with pytest.raises(KeyError, match="nobody"):
                 await engine.explain("nobody")
+
+    run(main())
+
+
+def test_a_request_is_forecast_and_the_policy_changed_between_two_steps() -> None:
+    async def main() -> None:
+        async with engine_of() as engine:
+            await engine.generate([span(0, 50)], PARAMS)
+            forecast = await engine.admit(span(0, 50), PARAMS)
+            assert (forecast.accepted, forecast.num_prompt_tokens, forecast.num_matched_tokens) == (True, 50, 49)
+            assert "at least one token" in (await engine.admit([], PARAMS)).reason
+            await engine.set_policy("priority")
+            assert engine.engine.scheduler.policy.name == "priority"
+            with pytest.raises(ValueError, match="the policy must be one of"):
+                await engine.set_policy("magic")
+
+    run(main())
+
+
+def test_a_queue_that_is_full_refuses_a_stream_by_its_first_event() -> None:
+    async def main() -> None:
+        config = SchedulerConfig(max_num_seqs=1, max_queue_requests=1)
+        model = GatedModel()
+        async with AsyncEngine(model, num_pages=64, config=config) as engine:
+            first = engine.stream(span(0, 9), SamplingParams(max_tokens=4))
+            await model.step_began()
+            second, third = engine.stream(span(20, 9), PARAMS), engine.stream(span(40, 9), PARAMS)
+            model.free()  # both come between this step and the next
+            with pytest.raises(QueueFull, match="1"):
+                await anext(third)
+            outputs = [await stream.result() for stream in (first, second)]
+            assert [o.finish_reason for o in outputs] == ["length", "length"]
+            await engine.check()
 
     run(main())
 
