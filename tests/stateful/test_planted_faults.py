@@ -41,9 +41,18 @@ class OneHash(CacheMachine):
 
 
 class SlowPrefill(SchedulerMachine):
+    """Long prefills, in the middle of which the weights change."""
+
     hashes = ("real",)
     page_sizes = (8,)
     budgets = (3,)
+    kinds = ("attention", "looped")
+    aheads = ("no",)
+
+    @precondition(lambda self: self.driver.running())
+    @rule()
+    def reload_often(self) -> None:
+        self.reload(0)
 
 
 class Looped(SchedulerMachine):
@@ -292,13 +301,14 @@ def a_release_ends_no_epoch(patch: Patch) -> None:
 def the_last_page_of_a_table_is_not_extended(patch: Patch) -> None:
     real = Scheduler._extend_tables
 
-    def extend(self: Scheduler, preempted: list) -> None:
-        real(self, preempted)
+    def extend(self: Scheduler, preempted: list) -> bool:
+        done = real(self, preempted)
         state = self.state
         late = state.running[state.known[state.running] % self.pool.page_size == 1]
         if len(late) and self.pool.page_size > 1:
             slot = int(late[0])
             state.page_table[:, slot, state.num_pages[slot] - 1] = state.page_table[:, slot, 0]
+        return done
 
     patch.setattr(Scheduler, "_extend_tables", extend)
 
