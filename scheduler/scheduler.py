@@ -247,6 +247,8 @@ class Scheduler:
             rows = kept_rows(plan, tokens, state)
             wrong = np.bincount(np.delete(sampled, rows), minlength=len(state.known))
             after -= wrong[plan.slots].astype(np.int32)
+            if self.drafter is not None:
+                self.drafter.learn(plan, rows)
             sampled, tokens = sampled[rows], tokens[rows]
             known = plan.positions[rows]
         else:
@@ -261,7 +263,6 @@ class Scheduler:
         state.known[sampled] = known  # of a slot that stands there several times the last one counts
         if plan.drafted:
             state.shrink(plan.slots)
-            self.stats.accepted_tokens += len(sampled) - len(np.unique(sampled))
         self.stats.generated_tokens += len(sampled)
         at = state.requests
         requests = cast("list[Request]", [at[slot] for slot in sampled.tolist()])
