@@ -110,13 +110,13 @@ class Admission:
         self.waiting.remove(request)
         request.state = RequestState.RUNNING
         request.num_bypassed = 0
+        self.placer.reserve.started(request)
+        self.quotas.started(request)
+        self.waiting.policy.started(request, 0 if request.num_preemptions else request.num_prompt - matched)
         if self.states is not None and placement.snapshot is not None:
             self.states.restore(request.slot, placement.snapshot)
         if self.checkpointer is not None:
             self.checkpointer.begin(request, matched)
-        self.placer.reserve.started(request)
-        self.quotas.started(request)
-        self.waiting.policy.started(request, 0 if request.num_preemptions else request.num_prompt - matched)
         if request.num_preemptions:
             request.num_reattached_tokens += matched
             self.stats.reattached_tokens += matched

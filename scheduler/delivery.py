@@ -14,7 +14,7 @@ from scheduler.events import Subscribers
 from scheduler.latency import Latencies
 from scheduler.live import Live
 from scheduler.output import Event
-from scheduler.request import Request
+from scheduler.request import Request, RequestState
 from scheduler.samples import Samples
 from scheduler.scheduler import Scheduler
 from scheduler.step import StepPlan, StepResult
@@ -214,7 +214,7 @@ class Delivery:
 
     def _account(self, live: Live) -> dict[str, Any]:
         request, times = live.request, live.times
-        running = int(self.scheduler.state.work[request.slot]) if request.slot >= 0 else 0
+        running = int(self.scheduler.state.work[request.slot]) if request.state == RequestState.RUNNING else 0
         return {
             "request_id": request.id,
             "state": request.state.name.lower(),

@@ -22,7 +22,7 @@ def displaced(admission: Admission, wanted: Int32) -> list[Request]:
     """
     state, config, placer, quotas = admission.state, admission.config, admission.placer, admission.quotas
     policy, pool = admission.waiting.policy, admission.state.pool
-    closed = quotas.full()
+    closed, starting = quotas.full(), dict[str, list[Request]]()  # by namespace
     gone = state.running[:0]
     placer.reserve.begin()
     slots_left = state.num_free
@@ -32,7 +32,8 @@ def displaced(admission: Admission, wanted: Int32) -> list[Request]:
         candidates = policy.displaceable(request, np.setdiff1d(state.running, gone))
         if not len(candidates):
             break
-        if quotas.active and quotas.room_for(request) < 0:
+        before = starting.setdefault(request.namespace, [])
+        if quotas.active and (quotas.is_full(request.namespace, len(before)) or quotas.room_for(request, before) < 0):
             closed.add(request.namespace)
             continue
         if placer.awaits(request):
@@ -46,6 +47,7 @@ def displaced(admission: Admission, wanted: Int32) -> list[Request]:
             break
         n = int(fits.argmax())
         gone = np.concatenate([gone, candidates[:n]])
+        before.append(request)
         slots_left += n - 1
         rows_left = max(0, rows_left + int(rows[n]) - (len(request.known) - matched))
         pages_left -= pages

@@ -408,12 +408,14 @@ class Engine:
     def drive(self, samples: Samples, events: Sized = ()) -> None:
         """One step for all, unless `samples` have ended or have brought `events` meanwhile.
 
-        What nothing can move ends with "error".
+        Where nothing can move, who would be next ends with "error".
         """
         with self._lock:
             if samples.output is None and not events and not self.advance():
+                head = next(self.scheduler.policy.walk(self.scheduler.waiting, set()), None)
+                stuck = samples if head is None else self.delivery.live[head.id].samples
                 self.delivery.end_call(
-                    samples, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
+                    stuck, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
                 )
                 self._settle()
 

@@ -25,6 +25,7 @@ class LoopPort:
             try:
                 self.loop.call_soon_threadsafe(self._run)
             except RuntimeError:
+                self._called = False  # so that the next one hears of it too
                 return False
         return True
 

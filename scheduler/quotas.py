@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paged.errors import check
@@ -61,21 +63,26 @@ class Quotas:
         """The namespaces that run as many requests as they may. O(namespaces that run something)."""
         return {name for name in self._index if self.is_full(name)} if self.active else set()
 
-    def is_full(self, namespace: str) -> bool:
-        """Whether a namespace runs as many requests as it may."""
+    def is_full(self, namespace: str, more: int = 0) -> bool:
+        """Whether a namespace, once `more` requests of it have started, runs as many as it may."""
         most, i = self.of(namespace).max_running, self._index.get(namespace)
-        return bool(most) and i is not None and int(self._running[i]) >= most
+        return bool(most) and (0 if i is None else int(self._running[i])) + more >= most
 
-    def room_for(self, request: Request) -> int:
-        """Pages that the namespace may take beyond those that `request` needs; negative: it has to wait. A namespace
-        that runs nothing has room for each request that `fit` accepts. O(running) vectorised."""
+    def room_for(self, request: Request, before: Sequence[Request] = ()) -> int:
+        """Pages that the namespace may take beyond those that `request` needs, once those `before` it have started;
+        negative: it has to wait. A namespace that runs nothing has room for each request that `fit` accepts.
+        O(running) vectorised."""
         most, i = self.of(request.namespace).max_pages, self._index.get(request.namespace)
-        if not most or i is None:
+        if not most or (i is None and not before):
             return 0
-        slots = self.state.running[self._of_slot[self.state.running] == i]
+        slots = self.state.running[self._of_slot[self.state.running] == i] if i is not None else self.state.running[:0]
         taken = int(self._held(slots).sum()) + self.reserve.of_slots(slots)
+        return most - taken - sum(map(self._needs, before)) - self._needs(request)
+
+    def _needs(self, request: Request) -> int:
+        """Pages that a waiting request will have when it starts, with what is reserved for it."""
         columns = -(-len(request.known) // self.state.pool.page_size)
-        return most - taken - columns * request.view.num_groups - self.reserve.growth(request)
+        return columns * request.view.num_groups + self.reserve.growth(request)
 
     def may_take(self, slot: int, num_pages: int) -> bool:
         """Whether a running slot may have so many pages more. O(running) vectorised."""

@@ -45,22 +45,25 @@ class Runner:
         state = scheduler.state
         self._history = TokenHistory(state.tokens, state.prompt_len, state.known)
         self._refused: dict[int, str] = {}  # slots whose parameters the sampler did not take, and why
-        self._launched: tuple[StepPlan, torch.Tensor] | None = None  # handed to the device ahead of its turn
+        self._launched: tuple[StepPlan, torch.Tensor | Exception] | None = None  # handed to the device before its turn
 
     def advance(self) -> bool:
-        """One step of the scheduler, the model and the sampler; False if nothing could run and nothing ended.
+        """One step of the scheduler, the model and the sampler; False if nothing could run, ended or gave way.
 
         With `plan_ahead`, step k + 1 is decided while the device computes step k, and handed to the device before the
         texts of step k are made; what comes out is the same.
         """
         scheduler = self.scheduler
-        ended = scheduler.stats.num_finished
+        stats = scheduler.stats
+        moved = stats.num_finished + stats.num_preemptions
         step = self._launched or self._launch()
         self._launched = None
         if step is None:
-            return scheduler.stats.num_finished > ended
+            return stats.num_finished + stats.num_preemptions > moved
         plan, logits = step
         try:
+            if isinstance(logits, Exception):
+                raise logits
             if scheduler.plans_ahead:
                 scheduler.look_ahead()
                 self._report_failed()
@@ -79,8 +82,9 @@ class Runner:
             self.delivery.deliver(result, sampled, bad)
         return True
 
-    def _launch(self) -> tuple[StepPlan, torch.Tensor] | None:
-        """Plan the next step and hand it to the model; its device may go on with it after this returns."""
+    def _launch(self) -> tuple[StepPlan, torch.Tensor | Exception] | None:
+        """Plan the next step and hand it to the model; its device may go on with it after this returns. Where that
+        fails, the error comes back, and is to be raised in the step's turn: what the one before it ends has ended."""
         plan = self.scheduler.schedule()
         self._report_failed()
         if plan is None:
@@ -90,6 +94,8 @@ class Runner:
             for request in plan.admitted:
                 self._assign(request)
             return plan, self.model.forward(plan.batch, self.storage)
+        except Exception as error:
+            return plan, error
         except BaseException as error:
             self._abort(plan, error)
             return None
@@ -119,7 +125,8 @@ class Runner:
         ended already. For an engine that closes."""
         if self._launched is not None:
             (plan, logits), self._launched = self._launched, None
-            logits.cpu()  # the device writes into the pages until then
+            if not isinstance(logits, Exception):
+                logits.cpu()  # the device writes into the pages until then
             self._abort(plan, RuntimeError("the engine was closed"))
 
     def _draw(self, logits: torch.Tensor, plan: StepPlan) -> tuple[Sampled, dict[int, str]]:

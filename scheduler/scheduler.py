@@ -167,6 +167,7 @@ class Scheduler:
                 self.checkpointer.forget(request)
         elif self.state.rows_ahead[slot]:
             request.num_computed_tokens += int(self.state.work[slot] + self.state.rows_ahead[slot])
+            self.state.limit[slot] = 0  # no step behind that one computes for it, and nobody counts on its pages
             self._leaving.append(request)
         else:
             request.num_computed_tokens += int(self.state.work[slot])
@@ -194,7 +195,7 @@ class Scheduler:
             self.failed.append(request)
         decision, self._ahead = self._ahead, None
         if decision is not None:
-            decision = decision.still_running(self.state)
+            decision = decision.still_running(self.state, self.preempt)
         if decision is None:
             decision = self._decide()
         if decision is None:
@@ -286,9 +287,8 @@ class Scheduler:
         self._in_flight = None
         self.state.land(plan.slots)
         ahead, self._ahead = self._ahead, None
-        for request in ahead.admitted if ahead is not None else ():  # they may stand on pages that this step filled
-            if request.state == RequestState.RUNNING:
-                self.preempt(request)
+        if ahead is not None:
+            ahead.withdraw(self.preempt)  # they may stand on pages that this step filled
         failed = [self.request_at(slot) for slot in plan.slots.tolist()]
         failed = [request for request in failed if request.state == RequestState.RUNNING]
         for request in failed:

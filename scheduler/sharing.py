@@ -28,7 +28,7 @@ class StepSharing:
         self.page_size = page_size
         self._offered: dict[tuple[Hashable, int, bytes], tuple[int, Int32]] = {}
         self._expected: dict[Hashable, Request] = {}
-        self._owners: set[str] = set()  # ids of the requests that fill expected pages
+        self._owners: set[Request] = set()  # the requests that fill expected pages
 
     def begin(self) -> None:
         self._offered.clear()
@@ -75,7 +75,7 @@ class StepSharing:
         """`request` will fill the pages of its known tokens in this step and later ones."""
         cursor = request.cursor
         if cursor is not None and cursor.open:
-            self._owners.add(request.id)
+            self._owners.add(request)
             known = request.known
             for key in cursor.keys_to(known, (len(known) - 1) // self.page_size)[cursor.depth :]:
                 if not self._is_expected(key, request):
@@ -86,8 +86,8 @@ class StepSharing:
         if not self._owners:
             return
         for request in requests:
-            if request.id in self._owners and request.cursor is not None:
-                self._owners.discard(request.id)
+            if request in self._owners and request.cursor is not None:
+                self._owners.discard(request)
                 for key in request.cursor.keys:
                     if self._expected.get(key) is request:
                         del self._expected[key]

@@ -202,7 +202,7 @@ class Slots:
                     continue
                 check(bool(gone[:left].all()) and not gone[left:].any(), f"slot {slot}: not the pages of its window")
             check(len(np.unique(pages)) == len(pages), f"a page stands twice in slot {slot}")
-            check(int(self.pool.refs[pages].min()) >= 1, f"slot {slot} holds a freed page")
+            check(int(self.pool.refs[pages].min(initial=1)) >= 1, f"slot {slot} holds a freed page")
             least, most = -(-known // size) - 1, -(-(known + int(self.tokens_ahead[slot])) // size)
             check(least <= int(self.num_pages[slot]) <= most, f"slot {slot}: pages do not cover its tokens")
             request = self.requests[slot]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,15 +33,29 @@ class Decision:
     admitted: list[Request]
     preempted: list[Request]
 
-    def still_running(self, state: Slots) -> Decision | None:
-        """What is left of it after requests have ended; None if nothing is."""
+    def still_running(self, state: Slots, preempt: Callable[[Request], object]) -> Decision | None:
+        """What is left of it after requests have ended; None if nothing is, or it has to be decided anew.
+
+        That is where somebody ended who would have filled pages: others who were admitted for this step may stand on
+        them, so these are preempted.
+        """
         alive = np.isin(self.slots, state.running) & (state.arrival[self.slots] == self.arrivals)
+        if (self.num_tokens[~alive] > 1).any() or any(
+            request.state != RequestState.RUNNING for request in self.admitted
+        ):
+            self.withdraw(preempt)
+            return None
         if not alive.any():
             return None
         if not alive.all():
             self.slots, self.num_tokens = self.slots[alive], self.num_tokens[alive]
-            self.admitted = [request for request in self.admitted if request.state == RequestState.RUNNING]
         return self
+
+    def withdraw(self, preempt: Callable[[Request], object]) -> None:
+        """Call off the step: `preempt` those who were admitted for it."""
+        for request in self.admitted:
+            if request.state == RequestState.RUNNING:
+                preempt(request)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from byhand import span
 from driver import Driver
-from fakes import EchoHybrid, EchoModel, ScriptModel
+from fakes import ByteTokenizer, EchoHybrid, EchoModel, ScriptModel
 
 from scheduler import Engine, SamplingParams, SchedulerConfig
 from scheduler.request import RequestState
@@ -238,3 +238,106 @@ def test_a_model_that_fails_ahead_ends_the_requests_of_that_step_alone(at: int) 
             assert output.token_ids == engine.model.greedy(span(10 * i, 6), 3)
     engine.check()
     assert engine.pool.num_live == 0
+
+
+# Who ends between the decision about a step and the step itself --------------------------------------------------
+
+
+def crowded(**options) -> tuple[Engine, list[int]]:
+    """An engine that plans ahead, and a long prompt."""
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=32, max_chunk_tokens=8, watermark=0.0, plan_ahead=True, **options
+    )
+    opening = np.random.default_rng(0).integers(0, 90, 80).tolist()
+    return Engine(EchoModel(), page_size=4, num_pages=64, config=config), opening
+
+
+def finish(engine: Engine) -> dict:
+    outputs = {}
+    while engine.has_work:
+        outputs.update({event.request_id: event.output for event in engine.step() if event.output is not None})
+        engine.check()
+    return outputs
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("shared", [20, 24, 32])
+def test_nobody_stands_on_pages_of_a_request_that_was_cancelled_between_two_steps(steps: int, shared: int) -> None:
+    engine, opening = crowded()
+    prompt = [*opening[:shared], 3]
+    engine.submit(span(5, 3), SamplingParams(max_tokens=30))
+    engine.submit(opening, SamplingParams(max_tokens=4), request_id="long")
+    for _ in range(steps):
+        engine.step()
+    engine.submit(prompt, SamplingParams(max_tokens=4), request_id="short")
+    engine.cancel("long")
+    assert finish(engine)["short"].token_ids == engine.model.greedy(prompt, 4)
+    again = engine.generate([prompt], SamplingParams(max_tokens=4))[0]
+    assert again.token_ids == engine.model.greedy(prompt, 4)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("shared", [16, 20, 24, 32])
+def test_nobody_stands_on_pages_of_a_request_whose_time_is_up_meanwhile(steps: int, shared: int) -> None:
+    engine, opening = crowded()
+    prompt, now, decided = [*opening[:shared], 3], [0.0], []
+    scheduler = engine.scheduler
+    scheduler.limits.clock = lambda: now[0]
+    look_ahead = scheduler.look_ahead
+
+    def late() -> None:
+        look_ahead()
+        decided.append(1)
+        now[0] = 100.0 * (len(decided) >= steps)
+
+    scheduler.look_ahead = late
+    engine.submit(opening, SamplingParams(max_tokens=4), request_id="long", timeout_s=10.0)
+    engine.submit(prompt, SamplingParams(max_tokens=4), request_id="short")
+    assert finish(engine)["short"].token_ids == engine.model.greedy(prompt, 4)
+
+
+def test_a_name_that_is_used_again_while_the_step_of_its_first_request_is_in_flight() -> None:
+    engine, opening = crowded()
+    other = [*span(40, 30), *span(3, 40)]
+    engine.submit(span(5, 3), SamplingParams(max_tokens=60))
+    engine.submit(opening, SamplingParams(max_tokens=4), request_id="p")
+    engine.step(), engine.step()
+    engine.cancel("p")
+    engine.submit(other, SamplingParams(max_tokens=4), request_id="p")
+    outputs = finish(engine)
+    assert outputs["p"].token_ids == engine.model.greedy(other, 4)
+    assert not engine.scheduler.sharing._expected and not engine.scheduler.sharing._owners
+
+
+def test_rows_of_a_request_that_ends_in_flight_are_explained_once() -> None:
+    engine, _ = crowded()
+    engine.submit(span(0, 20), SamplingParams(max_tokens=9), request_id="a")
+    engine.submit(span(30, 20), SamplingParams(max_tokens=9))
+    for _ in range(3):
+        engine.step()
+    engine.cancel("a")
+    account = engine.explain("a")["num_computed_tokens"]
+    assert account == finish(engine)["a"].num_computed_tokens
+
+
+def test_a_step_that_fails_ahead_takes_no_tokens_from_the_one_before_it() -> None:
+    """A stop string comes in the step before: that request has ended as it should."""
+    ended = {}
+    for ahead in (False, True):
+        model = EchoModel()
+        model.tokenizer = ByteTokenizer([bytes([33 + i]) for i in range(92)] + [b"!"] * 5)
+        stop = model.tokenizer.decode(model.greedy([1, 2, 3], 4)[3:])
+        engine, real, calls = Engine(model, num_pages=64, config=SchedulerConfig(plan_ahead=ahead)), model.forward, []
+
+        def forward(batch, storage, real=real, calls=calls):
+            calls.append(1)
+            if len(calls) == 5:
+                raise RuntimeError("gone")
+            return real(batch, storage)
+
+        model.forward = forward
+        engine.submit([1, 2, 3], SamplingParams(max_tokens=9, stop=[stop]), request_id="a")
+        engine.submit([5, 2, 3], SamplingParams(max_tokens=9), request_id="b")
+        outputs = finish(engine)
+        ended[ahead] = {name: (o.finish_reason, o.token_ids) for name, o in outputs.items()}
+    assert ended[True] == ended[False] and ended[True]["a"][0] == "stop" and ended[True]["b"][0] == "error"

@@ -422,7 +422,7 @@ def guesses_pass_the_limit(patch: Patch) -> None:
 
 
 def who_ended_stays_in_the_decision(patch: Patch) -> None:
-    patch.setattr(Decision, "still_running", lambda self, state: self)
+    patch.setattr(Decision, "still_running", lambda self, state, preempt: self)
 
 
 def the_row_in_flight_is_not_counted(patch: Patch) -> None:
