@@ -65,6 +65,7 @@ class AsyncEngine:
     ) -> list[RequestOutput]:
         """Run a batch to its end; returns the outputs in the order of the prompts. See Engine.generate.
 
+        Its requests are queued as those of many clients: unlike those of Engine.generate they heed the queue limits.
         A task that is cancelled meanwhile, or runs out of time, cancels what is live of the batch.
         """
         self.steps.require_open()

@@ -48,15 +48,17 @@ class Bounds:
         return min(wanted, capacity)
 
     def require_room(self, waiting: WaitingQueue, num_requests: int, num_tokens: int) -> None:
-        """QueueFull if so many more requests and prompt tokens may not wait. An empty queue takes any one request."""
+        """QueueFull if so many more requests and prompt tokens may not wait. An empty queue takes any one call."""
         config = self.config
+        if not len(waiting):
+            return
         requests, tokens = len(waiting) + num_requests, waiting.num_tokens + num_tokens
         if config.max_queue_requests and requests > config.max_queue_requests:
             raise QueueFull(
                 f"{len(waiting)} requests wait, {num_requests} more came, and max_queue_requests is "
                 f"{config.max_queue_requests}; submit again later"
             )
-        if config.max_queue_tokens and tokens > config.max_queue_tokens and requests > 1:
+        if config.max_queue_tokens and tokens > config.max_queue_tokens:
             raise QueueFull(
                 f"{waiting.num_tokens} tokens wait, {num_tokens} more came, and max_queue_tokens is "
                 f"{config.max_queue_tokens}; submit again later"

@@ -167,9 +167,13 @@ class Engine:
         return samples.id
 
     def step(self) -> list[Event]:
-        """Run one step; returns the events of submitted requests since the last call, an empty list when idle."""
+        """Run one step; returns the events of submitted requests since the last call, an empty list when idle.
+
+        Where nothing can move, since handles hold the pages, who would be next ends with "error".
+        """
         with self._lock:
-            self.advance()
+            if not self.advance():
+                self._end_stuck(None)
             events = list(self.delivery.events)
             self.delivery.events.clear()
             return events
@@ -412,12 +416,17 @@ class Engine:
         """
         with self._lock:
             if samples.output is None and not events and not self.advance():
-                head = next(self.scheduler.policy.walk(self.scheduler.waiting, set()), None)
-                stuck = samples if head is None else self.delivery.live[head.id].samples
-                self.delivery.end_call(
-                    stuck, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
-                )
-                self._settle()
+                self._end_stuck(samples)
+
+    def _end_stuck(self, samples: Samples | None) -> None:
+        """Nothing can move: end who would be next, or `samples` where nobody waits, so that nobody waits for ever."""
+        head = next(self.scheduler.policy.walk(self.scheduler.waiting, set()), None)
+        stuck = samples if head is None else self.delivery.live[head.id].samples
+        if stuck is not None:
+            self.delivery.end_call(
+                stuck, "error", "out of memory: its pages are held by handles or by sessions outside this engine"
+            )
+            self._settle()
 
     def advance(self) -> bool:
         """One step for all; False if nothing could run. Takes the lock."""

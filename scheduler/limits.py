@@ -42,8 +42,8 @@ class TimeLimits:
         now = self.clock()
         while heap and heap[0][0] <= now:
             _, _, waiting, request = heapq.heappop(heap)
-            if request.state == RequestState.FINISHED or request in late:
-                continue
+            if request.state == RequestState.FINISHED or request.error:
+                continue  # it has ended, or both of its limits are up
             name, limit = ("queue_timeout_s", request.queue_timeout_s) if waiting else ("timeout_s", request.timeout_s)
             if waiting and (request.state == RequestState.RUNNING or request.num_preemptions):
                 continue  # it has started in time

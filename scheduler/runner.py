@@ -117,6 +117,7 @@ class Runner:
         """End the requests of a step that failed; an interrupt is for the caller, and the engine can be used again."""
         for request in self.scheduler.abort(plan, f"{type(error).__name__}: {error}"):
             self.delivery.ended(request)
+        self._report_failed()
         if not isinstance(error, Exception):
             raise error
 

@@ -10,7 +10,6 @@ from paged.errors import DuplicateRequest, InvalidRequest, OutOfPages, check
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.prefix.cache import PrefixCache
-from paged.prefix.cursor import NO_NODE
 from paged.spec import KVSpec, KVView
 from scheduler.admission import Admission
 from scheduler.bounds import Bounds
@@ -23,7 +22,7 @@ from scheduler.extras import StepExtras
 from scheduler.limits import Pace, TimeLimits
 from scheduler.placement import Placer
 from scheduler.policy import Policy, get_policy
-from scheduler.publishing import publish_step
+from scheduler.publishing import donate, publish_step
 from scheduler.queue import WaitingQueue
 from scheduler.quotas import Quotas
 from scheduler.request import Int32, Request, RequestState
@@ -91,6 +90,8 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._ahead: Decision | None = None  # for the step behind the one in flight
         self._leaving: list[Request] = []  # ended while a step writes into their pages
+        self._given_way: list[Request] = []  # preempted since the last plan
+        self._ended: list[Request] = []  # by a commit that has not come to its end
 
     # Requests in and out --------------------------------------------------------------------------------------
 
@@ -206,7 +207,9 @@ class Scheduler:
             drafts = drafts if drafts.any() else None
             num_tokens = num_tokens if drafts is None else num_tokens + drafts
         plan = build_plan(self.state, slots, num_tokens, self.pool.page_size, self.states, drafts)
-        plan.admitted, plan.preempted = decision.admitted, decision.preempted
+        plan.admitted = decision.admitted
+        plan.preempted = [request for request in self._given_way if request.state != RequestState.FINISHED]
+        self._given_way.clear()
         self.extras.extend(plan)
         self._in_flight = plan
         self.pace.begin()
@@ -271,6 +274,7 @@ class Scheduler:
         result = StepResult(requests, tokens, rows)
         ended = (state.end_ids[sampled] == tokens[:, None]).any(axis=1) & (known > state.min_known[sampled])
         full = known >= state.limit[sampled]
+        self._ended = result.finished
         for i in np.flatnonzero(ended | full).tolist():
             if requests[i].state == RequestState.RUNNING:
                 self.finish(requests[i], "stop" if ended[i] else "length")
@@ -278,7 +282,7 @@ class Scheduler:
         if self._leaving:
             result.leave_out(self._leaving)
             self._let_go()
-        self._in_flight = None
+        self._in_flight, self._ended = None, []
         return result
 
     def abort(self, plan: StepPlan, error: str) -> list[Request]:
@@ -289,8 +293,10 @@ class Scheduler:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.withdraw(self.preempt)  # they may stand on pages that this step filled
-        failed = [self.request_at(slot) for slot in plan.slots.tolist()]
-        failed = [request for request in failed if request.state == RequestState.RUNNING]
+        self.failed += self._ended  # nobody was told
+        self._ended = []
+        placed = [self.state.requests[slot] for slot in plan.slots.tolist()]
+        failed = [request for request in placed if request is not None and request.state == RequestState.RUNNING]
         for request in failed:
             request.error = error
             self.finish(request, "error")
@@ -362,7 +368,7 @@ class Scheduler:
             slots, num_tokens = slots[active], num_tokens[active]
         if not len(slots):
             return None
-        return Decision(slots, num_tokens, state.arrival[slots], admitted, preempted + pushed_out)
+        return Decision(slots, num_tokens, state.arrival[slots], admitted)
 
     def _extend_tables(self, preempted: list[Request]) -> bool:
         """One more page for every request whose next row needs it, preempting others where the pool is out; False if
@@ -411,6 +417,7 @@ class Scheduler:
         request.num_preempted_tokens += given_up
         request.num_preemptions += 1
         request.num_computed_tokens += int(self.state.work[request.slot])
+        self._given_way.append(request)
         self._vacate(request, preempted=True)
         request.state = RequestState.WAITING
         if request.cursor is not None:
@@ -448,27 +455,15 @@ class Scheduler:
         self.policy.stopped(request)
         self.quotas.stopped(request)
         try:
-            self._donate(request, preempted)
+            if self.checkpointer is not None:
+                self.checkpointer.leave(request, preempted)
+            elif self.cache is not None:
+                donate(self.cache, self.state, request, preempted)
         except Exception:  # its pages must go back whatever happens
             self.stats.cache_errors += 1
         self.extras.leave(request.slot)
         request.known = self.state.vacate(request.slot)
         request.slot = -1
-
-    def _donate(self, request: Request, preempted: bool) -> None:
-        """Leave in the cache what a request computed and its steps have not published: the rows of its last page, or
-        its recurrent state."""
-        if self.checkpointer is not None:
-            self.checkpointer.leave(request, preempted)
-        elif self.cache is not None and request.cursor is not None:
-            tail = NO_NODE
-            if self.cache.exact:
-                slot = request.slot
-                computed = int(self.state.computed[slot])
-                last = self.state.page_table[:, slot, computed // self.pool.page_size]
-                tail = self.cache.publish_tail(request.cursor, self.state.tokens[slot, :computed], last.copy())
-            if not preempted:
-                self.cache.retain(request.cursor, request.retain, tail)
 
     def request_at(self, slot: int) -> Request:
         """The request that runs in `slot`."""

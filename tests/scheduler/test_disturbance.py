@@ -12,6 +12,7 @@ from fakes import EchoHybrid, EchoModel
 
 from scheduler import AsyncEngine, Engine, SamplingParams, SchedulerConfig
 from scheduler.quota import Quota
+from scheduler.slots import Slots
 
 
 def test_a_running_request_that_gives_way_alone_does_not_end_the_one_that_is_driven() -> None:
@@ -93,3 +94,51 @@ def test_a_window_of_one_token_on_pages_of_one_token_leaves_no_page_and_that_is_
     driver.submit("a", span(0, 5), 4, cache_window=1)
     driver.run()
     driver.expect_all_exact()
+
+
+def test_a_caller_of_step_is_told_that_nothing_can_move() -> None:
+    engine = Engine(EchoModel(), page_size=4, num_pages=8)
+    handle = engine.build_prefix(span(0, 26))
+    engine.submit(span(40, 9), SamplingParams(max_tokens=3), request_id="a")
+    events = [event for _ in range(5) for event in engine.step()]
+    assert not engine.has_work
+    [output] = [event.output for event in events if event.output is not None]
+    assert output.finish_reason == "error" and "held by handles" in output.error
+    engine.check()
+    del handle
+    [output] = engine.generate([span(40, 9)], SamplingParams(max_tokens=3))
+    assert output.token_ids == engine.model.greedy(span(40, 9), 3)
+
+
+def test_a_preemption_after_which_nothing_runs_is_told_with_the_next_plan() -> None:
+    driver = Driver(64, 4, watermark=0.0)
+    driver.submit("a", span(0, 9), 6)
+    driver.step()
+    driver.preempt("a")
+    plan = driver.step()
+    assert [request.id for request in plan.preempted] == ["a"]
+    assert driver.step().preempted == []
+    driver.run()
+    driver.expect_all_exact()
+
+
+def test_a_commit_that_fails_half_way_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(EchoModel(), num_pages=64)
+    real, calls = Slots.vacate, []
+
+    def vacate(self, slot):
+        calls.append(slot)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return real(self, slot)
+
+    for name in "abc":
+        engine.submit(span(ord(name) - 97, 9), SamplingParams(max_tokens=2), request_id=name)
+    monkeypatch.setattr(Slots, "vacate", vacate)
+    outputs = {}
+    while engine.has_work:
+        outputs |= {event.request_id: event.output for event in engine.step() if event.output is not None}
+        engine.check()
+    assert sorted(outputs) == ["a", "b", "c"]
+    assert [outputs[name].finish_reason for name in "abc"] == ["length", "error", "error"]
+    assert engine.pool.num_live == 0

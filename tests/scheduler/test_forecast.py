@@ -265,7 +265,10 @@ def test_what_no_request_could_be_is_raised_as_by_submit() -> None:
 def test_several_outputs_are_told_of_the_first() -> None:
     with engine(max_queue_requests=3) as e:
         assert e.admit([1] * 8, SamplingParams(n=3)).pages_needed == 2
-        assert "max_queue_requests is 3" in e.admit([1] * 8, SamplingParams(n=4)).reason
+        assert not e.admit([1] * 8, SamplingParams(n=4)).reason  # an empty queue takes any one call
+        e.submit([2] * 8)
+        assert not e.admit([1] * 8, SamplingParams(n=2)).reason
+        assert "max_queue_requests is 3" in e.admit([1] * 8, SamplingParams(n=3)).reason
 
 
 # Limits of the queue ----------------------------------------------------------------------------------------------
