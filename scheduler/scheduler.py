@@ -90,7 +90,6 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._ahead: Decision | None = None  # for the step behind the one in flight
         self._leaving: list[Request] = []  # ended while a step writes into their pages
-        self._given_way: list[Request] = []  # preempted since the last plan
         self._ended: list[Request] = []  # by a commit that has not come to its end
 
     # Requests in and out --------------------------------------------------------------------------------------
@@ -207,9 +206,7 @@ class Scheduler:
             drafts = drafts if drafts.any() else None
             num_tokens = num_tokens if drafts is None else num_tokens + drafts
         plan = build_plan(self.state, slots, num_tokens, self.pool.page_size, self.states, drafts)
-        plan.admitted = decision.admitted
-        plan.preempted = [request for request in self._given_way if request.state != RequestState.FINISHED]
-        self._given_way.clear()
+        plan.admitted, plan.preempted = decision.admitted, decision.preempted
         self.extras.extend(plan)
         self._in_flight = plan
         self.pace.begin()
@@ -368,7 +365,7 @@ class Scheduler:
             slots, num_tokens = slots[active], num_tokens[active]
         if not len(slots):
             return None
-        return Decision(slots, num_tokens, state.arrival[slots], admitted)
+        return Decision(slots, num_tokens, state.arrival[slots], admitted, preempted + pushed_out)
 
     def _extend_tables(self, preempted: list[Request]) -> bool:
         """One more page for every request whose next row needs it, preempting others where the pool is out; False if
@@ -417,7 +414,6 @@ class Scheduler:
         request.num_preempted_tokens += given_up
         request.num_preemptions += 1
         request.num_computed_tokens += int(self.state.work[request.slot])
-        self._given_way.append(request)
         self._vacate(request, preempted=True)
         request.state = RequestState.WAITING
         if request.cursor is not None:

@@ -31,6 +31,7 @@ class Decision:
     num_tokens: Int32
     arrivals: Int64
     admitted: list[Request]
+    preempted: list[Request]
 
     def still_running(self, state: Slots, preempt: Callable[[Request], object]) -> Decision | None:
         """What is left of it after requests have ended; None if nothing is, or it has to be decided anew.

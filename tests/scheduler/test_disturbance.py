@@ -110,18 +110,6 @@ def test_a_caller_of_step_is_told_that_nothing_can_move() -> None:
     assert output.token_ids == engine.model.greedy(span(40, 9), 3)
 
 
-def test_a_preemption_after_which_nothing_runs_is_told_with_the_next_plan() -> None:
-    driver = Driver(64, 4, watermark=0.0)
-    driver.submit("a", span(0, 9), 6)
-    driver.step()
-    driver.preempt("a")
-    plan = driver.step()
-    assert [request.id for request in plan.preempted] == ["a"]
-    assert driver.step().preempted == []
-    driver.run()
-    driver.expect_all_exact()
-
-
 def test_a_commit_that_fails_half_way_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(EchoModel(), num_pages=64)
     real, calls = Slots.vacate, []

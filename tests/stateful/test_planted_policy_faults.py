@@ -96,11 +96,11 @@ def a_bypass_is_not_counted(patch: Patch) -> None:
 
 
 def a_quota_of_requests_is_ignored(patch: Patch) -> None:
-    patch.setattr(Quotas, "is_full", lambda self, namespace: False)
+    patch.setattr(Quotas, "is_full", lambda self, namespace, more=0: False)
 
 
 def a_quota_of_pages_is_ignored(patch: Patch) -> None:
-    patch.setattr(Quotas, "room_for", lambda self, request: 0)
+    patch.setattr(Quotas, "room_for", lambda self, request, before=(): 0)
     patch.setattr(Quotas, "overdrawn", lambda self: None)
 
 
