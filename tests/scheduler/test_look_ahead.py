@@ -137,6 +137,25 @@ def test_a_step_that_fails_sends_back_what_was_admitted_on_top_of_it() -> None:
     assert {"twin", "other"} <= set(driver.outputs)
 
 
+def test_nobody_goes_on_from_pages_that_a_failed_step_should_have_filled() -> None:
+    driver = ahead(max_num_batched_tokens=32, max_chunk_tokens=8)
+    driver.submit("other", span(60, 5), 9)  # so that the cap of a chunk holds
+    driver.submit("a", span(0, 25), 3)
+    driver.step()
+    plan = driver.scheduler.schedule()  # pages 2 and 3 of a
+    driver.submit("twin", span(0, 25), 3)
+    driver.scheduler.look_ahead()
+    [twin] = driver.scheduler._ahead.admitted
+    assert int(driver.scheduler.state.computed[twin.slot]) > 16  # on pages of the step in flight, and of its own
+    for request in driver.scheduler.abort(plan, "boom"):
+        del driver.requests[request.id], driver.outputs[request.id]
+    driver.scheduler.check()
+    assert driver.waiting() == ["twin"]
+    driver.run()
+    driver.expect_all_exact()
+    assert list(driver.outputs) == ["twin"]
+
+
 def test_drafts_and_recurrent_states_are_planned_step_by_step() -> None:
     driver = ahead(model=EchoHybrid())
     driver.submit("a", span(0, 9), 5)

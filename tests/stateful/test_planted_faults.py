@@ -92,17 +92,6 @@ class Planning(SchedulerMachine):
     aheads = ("plan",)
 
 
-class FailingAhead(Planning):
-    """Steps fail often while the one behind them is decided."""
-
-    budgets = (3, 8)
-
-    @precondition(lambda self: self.driver.running() and self.driver.waiting())
-    @rule()
-    def fail_often(self) -> None:
-        self.fail(1)
-
-
 def a_reference_is_dropped_on_share(patch: Patch) -> None:
     real = PagePool.share
     patch.setattr(PagePool, "share", lambda self, ids: real(self, ids[:-1]))
@@ -439,17 +428,6 @@ def the_row_in_flight_is_not_counted(patch: Patch) -> None:
     patch.setattr(Scheduler, "_need", need)
 
 
-def what_was_admitted_on_a_failed_step_goes_on(patch: Patch) -> None:
-    real = Scheduler.abort
-
-    def abort(self: Scheduler, plan, error):
-        if self._ahead is not None:
-            self._ahead.admitted = []
-        return real(self, plan, error)
-
-    patch.setattr(Scheduler, "abort", abort)
-
-
 FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (RealHash, a_reference_is_dropped_on_share),
     (RealHash, a_reference_is_kept_on_release),
@@ -487,7 +465,6 @@ FAULTS: list[tuple[type, Callable[[Patch], None]]] = [
     (Drafting, guesses_pass_the_limit),
     (Planning, who_ended_stays_in_the_decision),
     (Planning, the_row_in_flight_is_not_counted),
-    (FailingAhead, what_was_admitted_on_a_failed_step_goes_on),
 ]
 
 
