@@ -88,19 +88,19 @@ class Placer:
                 matched, idle = found.num_tokens, self.checkpointer.store.idle_pages(found)
         elif cache is not None:
             cursor = self._cursor(cache, request)
-            matched = cache.seek(cursor, request.known)
+            matched = cache.seek(cursor, request.readable)
             idle = cache.idle_pages(cursor) if cursor.depth else 0
         prefix = request.prefix
         if prefix is not None and matched < _position(prefix, request) and _reaches(prefix, request):
             matched, idle = _position(prefix, request), 0
         size = self.pool.page_size
-        return matched, (-(-len(request.known) // size) - matched // size) * request.view.num_groups + idle
+        return matched, (request.columns(size) - matched // size) * request.view.num_groups + idle
 
     def next_page(self, request: Request) -> tuple[int, Hashable]:
         """Tokens that a waiting request would attach, and the key of the page behind them, if it is full."""
         if self.cache is None or not request.cache:
             return 0, None
-        cursor, known = self._cursor(self.cache, request), request.known
+        cursor, known = self._cursor(self.cache, request), request.readable
         if self.checkpointer is not None:
             found = self.checkpointer.find(request)
             matched = 0 if found is None else found.num_tokens
@@ -118,7 +118,7 @@ class Placer:
         cursor = self._cursor(self.cache, request)
         if self.checkpointer is not None:
             return self.checkpointer.awaits(request)
-        return self.sharing.awaits(request, self.cache.seek(cursor, request.known) // self.pool.page_size)
+        return self.sharing.awaits(request, self.cache.seek(cursor, request.readable) // self.pool.page_size)
 
     def _cursor(self, cache: PrefixCache, request: Request) -> Cursor:
         """Where a waiting request stands in the cache, from one pass to the next."""
@@ -152,7 +152,7 @@ class Placer:
             pool.share(offered[offered >= 0])
             pages = np.concatenate([pages, offered], axis=1)
         columns = pages.shape[1]
-        fresh = (-(-len(request.known) // size) - columns) * groups
+        fresh = (request.columns(size) - columns) * groups
         try:
             if rows:  # the first column is the copy
                 own = cache.take_rows(cursor, fresh - groups).reshape(-1, groups).T
@@ -171,7 +171,7 @@ class Placer:
         cursor = request.cursor
         assert cursor is not None
         columns = cursor.depth + (0 if offered is None else offered.shape[1])
-        fresh = (-(-len(request.known) // self.pool.page_size) - columns) * request.view.num_groups
+        fresh = (request.columns(self.pool.page_size) - columns) * request.view.num_groups
         return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.depth else 0)
 
     def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
@@ -185,7 +185,7 @@ class Placer:
         if found is None:
             return self._fill(request, Placement(np.zeros((groups, 0), np.int32), 0), spare)
         whole = found.num_tokens // pool.page_size
-        fresh = (-(-len(request.known) // pool.page_size) - whole) * request.view.num_groups
+        fresh = (request.columns(pool.page_size) - whole) * request.view.num_groups
         if fresh + spare + store.idle_pages(found) > pool.num_available:
             return None
         try:
@@ -226,7 +226,7 @@ class Placer:
     def _fill(self, request: Request, placement: Placement, spare: int) -> Placement | None:
         """Add fresh columns up to the last known token."""
         groups = request.view.num_groups
-        fresh = (-(-len(request.known) // self.pool.page_size) - placement.pages.shape[1]) * groups
+        fresh = (request.columns(self.pool.page_size) - placement.pages.shape[1]) * groups
         if fresh + spare > self.pool.num_available:
             return None
         try:

@@ -81,7 +81,7 @@ class Quotas:
 
     def _needs(self, request: Request) -> int:
         """Pages that a waiting request will have when it starts, with what is reserved for it."""
-        columns = -(-len(request.known) // self.state.pool.page_size)
+        columns = request.columns(self.state.pool.page_size)
         return columns * request.view.num_groups + self.reserve.growth(request)
 
     def may_take(self, slot: int, num_pages: int) -> bool:

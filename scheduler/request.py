@@ -137,6 +137,10 @@ class Request:
     def num_prompt(self) -> int:
         return len(self.prompt)
 
+    def columns(self, page_size: int) -> int:
+        """Pages of one group that its known tokens fill, the last one perhaps in part."""
+        return -(-len(self.known) // page_size)
+
     @property
     def scores(self) -> bool:
         """Whether its output says how likely its prompt was."""

@@ -73,7 +73,7 @@ class Reserve:
         if self.mode == "prompt":
             return 0
         size, view = self.state.pool.page_size, request.view
-        held = -(-len(request.known) // size)
+        held = request.columns(size)
         more = -(-self.reach(request) // size) - held
         windows = view.windows[view.groups]
         return int(np.where(windows > 0, np.clip(-(-windows // size) + 1 - held, 0, more), more).sum())

@@ -335,3 +335,28 @@ def test_a_policy_is_changed_while_the_engine_runs() -> None:
         with pytest.raises(ValueError, match="the policy must be one of"):
             e.set_policy("best")
     assert np.all(e.pool.refs == 0)
+
+
+def test_a_prompt_that_is_scored_is_forecast_to_attach_nothing_as_it_will() -> None:
+    with engine() as e:
+        prompt = span(0, 33)
+        e.generate([prompt], SamplingParams(max_tokens=2))
+        assert e.admit(prompt, SamplingParams(max_tokens=2)).num_matched_tokens == 32
+        forecast = e.admit(prompt, SamplingParams(max_tokens=2, prompt_logprobs=0))
+        pages = -(-33 // e.pool.page_size)
+        assert (forecast.num_matched_tokens, forecast.pages_needed) == (0, pages)
+        [output] = e.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=0))
+        assert output.num_cached_tokens == 0
+
+
+def test_by_longest_prefix_a_prompt_that_is_scored_does_not_go_by_what_it_will_not_attach() -> None:
+    with engine(policy="longest_prefix", max_num_seqs=1) as e:
+        e.generate([span(0, 33)], SamplingParams(max_tokens=2))
+        e.submit(span(60, 9), SamplingParams(max_tokens=4), request_id="running")
+        e.step()
+        e.submit(span(40, 9), SamplingParams(max_tokens=2), request_id="first")
+        e.submit(span(0, 33), SamplingParams(max_tokens=2, prompt_logprobs=0), request_id="scored")
+        ended = []
+        while e.has_work:
+            ended += [event.request_id for event in e.step() if event.finished]
+        assert ended == ["running", "first", "scored"]
