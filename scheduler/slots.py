@@ -138,10 +138,7 @@ class Slots:
     def launch(self, slots: Int32, num_tokens: Int32, sample_slots: Int32) -> None:
         """A step over `slots` is in flight. It gives one token for each of `sample_slots`."""
         self.rows_ahead[slots] = num_tokens
-        self.tokens_ahead[sample_slots] = 1
-        if len(sample_slots) > len(slots):  # some have drafts
-            self.tokens_ahead += np.bincount(sample_slots, minlength=len(self.tokens_ahead)).astype(np.int32)
-            self.tokens_ahead[sample_slots] -= 1
+        self.tokens_ahead += np.bincount(sample_slots, minlength=len(self.tokens_ahead))
 
     def land(self, slots: Int32) -> None:
         """The step over `slots` is not in flight any more."""
