@@ -196,17 +196,10 @@ class PrefixIndex:
     def remove(self, node: int) -> int:
         """Take a leaf out; returns its parent (negative: it was a first page). O(1)."""
         check(int(self.children[node]) == 0, "a page was evicted whose child stands")
-        node, parent = int(node), int(self.parent[node])
-        self.siblings.remove(parent, node)
-        if self.rows[node] == self.page_size:
-            self.lookup.erase(node)
-        del self.by_key[self.keys[node]]
-        self.keys[node] = None
-        self.birth[node] = -1
         pages = _present(self.pages[node])
         self.node_of_page[pages] = NO_NODE
         self.num_pages -= len(pages)
-        self._free.append(node)
+        parent = self._unlink(int(node))
         self._lose_child(parent)
         return parent
 
@@ -215,25 +208,31 @@ class PrefixIndex:
         O(nodes): a few places and a dictionary entry each, which numpy would write no faster for runs of this length.
         """
         check(not self.children[run[0]], "a page was evicted whose child stands")
-        parents, children, rows, places = self.parent, self.children, self.rows, self.pages[:, 0]
+        children, places = self.children, self.pages[:, 0]
         pages: list[int] = []
         parent = NO_NODE
         for node in run:
             check(parent in (node, NO_NODE) and children[node] < 2, "a run of pages must follow one branch")
-            parent, page = int(parents[node]), int(places[node])
-            self.siblings.remove(parent, node)
-            if rows[node] == self.page_size:
-                self.lookup.erase(node)
-            del self.by_key[self.keys[node]]
-            self.keys[node] = None
-            self.birth[node] = -1
-            children[node] = 0
+            page = int(places[node])
             self.node_of_page[page] = NO_NODE
             pages.append(page)
+            children[node] = 0
+            parent = self._unlink(node)
         self.num_pages -= len(run)
-        self._free.extend(run)
         self._lose_child(parent)
         return pages
+
+    def _unlink(self, node: int) -> int:
+        """Nobody finds `node` any more, and its place is free; returns its parent, which still counts it."""
+        parent = int(self.parent[node])
+        self.siblings.remove(parent, node)
+        if self.rows[node] == self.page_size:
+            self.lookup.erase(node)
+        del self.by_key[self.keys[node]]
+        self.keys[node] = None
+        self.birth[node] = -1
+        self._free.append(node)
+        return parent
 
     def _lose_child(self, parent: int) -> None:
         if parent >= 0:
