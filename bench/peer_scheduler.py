@@ -1,23 +1,19 @@
 """vLLM's scheduler on the same load, where it can be imported; never a dependency.
 
-Its `Scheduler` is driven without a model, as its own unit tests do: requests of prompt ids in, `schedule`, made-up
-tokens, `update_from_output`. Written for vLLM 0.33 (no build of its kernels is needed); another version that answers
-otherwise is named with its error and left out.
+Its `Scheduler` is driven without a model: requests of prompt ids in, `schedule`, made-up tokens, `update_from_output`.
+Written for vLLM 0.33, of which no kernel is needed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-_MAX_LEN = 140_000
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -27,7 +23,6 @@ _CONFIG = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "vocab_size": 50_000,
-    "max_position_embeddings": _MAX_LEN,
     "torch_dtype": "float32",
 }
 
@@ -35,7 +30,7 @@ _CONFIG = {
 class VllmBench:
     """A vLLM scheduler over blocks without storage, whose model is a random number generator."""
 
-    def __init__(self, num_seqs: int, num_blocks: int, budget: int, block_size: int) -> None:
+    def __init__(self, block_size: int, num_seqs: int, max_seq_len: int, num_blocks: int, budget: int) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import torch
         from vllm.config import (  # type: ignore[import-not-found]
@@ -59,15 +54,19 @@ class VllmBench:
         from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found]
 
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
-            model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=_MAX_LEN, dtype="float32", seed=0)
+            Path(folder, "config.json").write_text(
+                json.dumps({**_CONFIG, "max_position_embeddings": max_seq_len}), encoding="utf-8"
+            )
+            model = ModelConfig(
+                model=folder, skip_tokenizer_init=True, max_model_len=max_seq_len, dtype="float32", seed=0
+            )
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
         cache.num_gpu_blocks = num_blocks
         config = VllmConfig(
             scheduler_config=SchedulerConfig(
                 max_num_seqs=num_seqs,
                 max_num_batched_tokens=budget,
-                max_model_len=_MAX_LEN,
+                max_model_len=max_seq_len,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
             ),
@@ -89,7 +88,8 @@ class VllmBench:
         self.rng = np.random.default_rng(0)
         self.count = 0
 
-    def submit(self, num_tokens: int, max_tokens: int) -> None:
+    def ask(self, num_tokens: int, max_tokens: int) -> None:
+        """Submit a made-up prompt."""
         from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found]
         from vllm.v1.request import Request  # type: ignore[import-not-found]
 
@@ -105,6 +105,19 @@ class VllmBench:
             )
         )
         self.count += 1
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that a new request could take."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def step(self) -> float:
         """Seconds of schedule and update; the tokens in between are not counted."""
@@ -125,28 +138,3 @@ class VllmBench:
         start = time.perf_counter()
         self.scheduler.update_from_output(plan, output)
         return seconds + time.perf_counter() - start
-
-
-def decode(running: int, steps: int, block_size: int, head: bool) -> dict[str, Any]:
-    """Microseconds a step and a request, everything decoding; with `head`, a prompt waits that cannot be admitted."""
-    try:
-        own = -(-(96 + steps) // block_size)
-        bench = VllmBench(running + 1, running * own + 8, 64 * running, block_size)
-        for _ in range(running):
-            bench.submit(48, steps + 40)
-        while len(bench.scheduler.running) < running:
-            bench.step()
-        for _ in range(16):
-            bench.step()
-        if head:
-            bench.submit(min(130_000, (running * own) * block_size), 8)
-        seconds = [bench.step() for _ in range(steps)]
-        assert len(bench.scheduler.running) == running and len(bench.scheduler.waiting) == head
-    except Exception as error:  # not installed, or another version: a peer is never needed
-        return {"left_out": f"{type(error).__name__}: {error}"}
-    mean = statistics.fmean(seconds) * 1e6
-    return {
-        "step_us": round(statistics.median(seconds) * 1e6, 1),
-        "mean_step_us": round(mean, 1),
-        "us_a_request": round(mean / running, 3),
-    }

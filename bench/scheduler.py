@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import peer_scheduler
 import record
+from peer_scheduler import VllmBench
 
 from paged.kv.pages import PagePool
 from paged.prefix.cache import PrefixCache
@@ -59,36 +59,55 @@ class Bench:
     def prompt(self, n: int) -> np.ndarray:
         return self.rng.integers(0, 50_000, n).astype(np.int32)
 
-    def step(self) -> tuple[float, int]:
-        """Seconds of schedule and commit, and the requests that ran; the tokens in between are not counted."""
+    def ask(self, num_tokens: int, max_tokens: int, **options: Any) -> None:
+        """Submit a made-up prompt."""
+        self.submit(self.prompt(num_tokens), max_tokens, **options)
+
+    def step(self) -> float:
+        """Seconds of schedule and commit; the tokens in between are not counted."""
         schedule, plan = timed(self.scheduler.schedule)
-        if plan is None:
-            return schedule, 0
+        assert plan is not None
         tokens = self.rng.integers(0, 50_000, len(plan.sample_slots)).astype(np.int32)
         commit, _ = timed(lambda: self.scheduler.commit(plan, tokens))
-        return schedule + commit, len(plan.slots)
+        return schedule + commit
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.state.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_left(self) -> int:
+        """Pages that a new request could take."""
+        return self.pool.num_available
 
 
-def decode(running: int, steps: int, head: bool = False, policy: str = "fcfs", waiting: int = 0) -> dict[str, float]:
+def decode(
+    make: Callable[..., Any], running: int, steps: int, head: bool = False, waiting: int = 0
+) -> dict[str, float]:
     """Microseconds a step and a request, everything decoding; with `head`, a prompt waits that cannot be admitted.
 
-    With `waiting`, so many of 50 namespaces wait for a slot that is free and for pages that are not.
+    With `waiting`, so many of 50 namespaces wait for a slot that is free and for pages that are not. `make(num_seqs,
+    max_seq_len, num_pages, budget)` gives what is measured: a Bench, or a peer that looks like one.
     """
     own = -(-(96 + steps) // PAGE_SIZE)  # pages that a running request comes to hold
-    bench = Bench(running + 1, 140_000, running * own + 8, 64 * running, policy)
-    for _ in range(running):
-        bench.submit(bench.prompt(48), steps + 40, namespace=f"n{bench.count % 50}" if waiting else "")
-    while bench.scheduler.state.num_running < running:
+    bench = make(running + 1, 140_000, running * own + 8, 64 * running)
+    for i in range(running):
+        bench.ask(48, steps + 40, **({"namespace": f"n{i % 50}"} if waiting else {}))
+    while bench.num_running < running:
         bench.step()
     for _ in range(16):
         bench.step()
+    too_long = (bench.num_left + 1) * PAGE_SIZE
     if head:
-        bench.submit(bench.prompt(min(130_000, (bench.pool.num_available + 1) * PAGE_SIZE)), 8)
-    long = bench.prompt((bench.pool.num_available + 1) * PAGE_SIZE) if waiting else bench.prompt(0)
+        bench.ask(min(130_000, too_long), 8)
     for i in range(waiting):
-        bench.submit(long, 8, namespace=f"n{i % 50}", priority=i % 3)
-    seconds = [bench.step()[0] for _ in range(steps)]
-    assert bench.scheduler.state.num_running == running and len(bench.scheduler.waiting) == head + waiting
+        bench.ask(too_long, 8, namespace=f"n{i % 50}", priority=i % 3)
+    seconds = [bench.step() for _ in range(steps)]
+    assert (bench.num_running, bench.num_waiting) == (running, head + waiting)
     step_us = statistics.median(seconds) * 1e6
     mean_us = statistics.fmean(seconds) * 1e6  # with the steps in which pages are taken and published
     return {
@@ -96,6 +115,15 @@ def decode(running: int, steps: int, head: bool = False, policy: str = "fcfs", w
         "mean_step_us": round(mean_us, 1),
         "us_a_request": round(mean_us / running, 3),
     }
+
+
+def peer_decode(running: int, steps: int, head: bool, ours: float) -> dict[str, Any]:
+    """The same of vLLM's scheduler, or why it was left out: a peer is never needed."""
+    try:
+        figures = decode(partial(VllmBench, PAGE_SIZE), running, steps, head)
+    except Exception as error:  # not installed, or another version
+        return {"left_out": f"{type(error).__name__}: {error}"}
+    return {**figures, "ratio": round(figures["us_a_request"] / ours, 1)}
 
 
 def admission(num_tokens: int, repeat: int) -> dict[str, float]:
@@ -132,15 +160,12 @@ def main() -> None:
     figures: dict[str, Any] = {"decode": {}, "decode_with_blocked_head": {}, "admission": {}}
     for running in args.running:
         for name, head in (("decode", False), ("decode_with_blocked_head", True)):
-            figures[name][running] = decode(running, args.steps, head)
-            peer = peer_scheduler.decode(running, args.steps, PAGE_SIZE, head)
-            if "us_a_request" in peer:
-                peer["ratio"] = round(peer["us_a_request"] / figures[name][running]["us_a_request"], 1)
-            figures[name][running]["vllm"] = peer
+            row = decode(Bench, running, args.steps, head)
+            figures[name][running] = {**row, "vllm": peer_decode(running, args.steps, head, row["us_a_request"])}
             print(f"{name:26} {running:5d} running {figures[name][running]}", flush=True)
     figures["policies"] = {}
     for policy in POLICIES:
-        figures["policies"][policy] = decode(256, args.steps, policy=policy, waiting=100)
+        figures["policies"][policy] = decode(partial(Bench, policy=policy), 256, args.steps, waiting=100)
         print(f"{policy:26}   256 running, 100 waiting {figures['policies'][policy]}", flush=True)
     for tokens in (32_768, 131_072):
         figures["admission"][tokens] = admission(tokens, args.repeat)
