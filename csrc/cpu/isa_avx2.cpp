@@ -13,6 +13,7 @@ namespace isa_avx2 {
 #include "append.inc"
 #include "attend_math.inc"
 #include "attend_block.inc"
+#include "attend_tile.inc"
 
 #include "attend.inc"
 #include "delta.inc"
