@@ -121,6 +121,18 @@ def test_equal_priority_pushes_nobody_out() -> None:
     assert d.scheduler.stats.num_preemptions == 0
 
 
+def test_an_equal_that_was_passed_by_does_not_push_out_who_passed_it() -> None:
+    d = driver(12, 4)
+    d.submit("runs", [1] * 16, 3, priority=4)
+    d.step()
+    d.submit("large", [2] * 32, 4, priority=4)  # eight pages: seven are free
+    d.submit("small", [3] * 16, 16, priority=4)
+    assert [r.id for r in d.step().admitted] == ["small"]
+    assert d.run_in_order() == ["large"]  # once the first has ended, eight could be had from `small`
+    assert d.scheduler.stats.num_preemptions == 0
+    d.expect_all_exact()
+
+
 def test_who_was_pushed_out_does_not_push_back_and_resumes_when_there_is_room() -> None:
     d = driver(max_num_seqs=1)
     d.submit("low", span(0, 6), 30, priority=3)

@@ -91,6 +91,21 @@ def test_a_request_that_waits_for_its_quota_lets_none_of_its_namespace_pass() ->
     d.expect_all_exact()
 
 
+def test_nobody_yields_to_a_second_request_that_the_quota_holds_back_behind_the_first() -> None:
+    d = driver(18, policy="priority", quotas={"a": Quota(max_pages=8)}, max_num_seqs=2)
+    d.submit("x", [1] * 8, 12, priority=1)
+    d.submit("y", [2] * 8, 12, priority=1)
+    d.step()
+    d.submit("first", [3] * 18, 4, "a")  # five of the eight pages
+    d.submit("second", [4] * 18, 4, "a")
+    step = d.step()
+    assert [r.id for r in step.preempted] == ["y"]
+    assert [r.id for r in step.admitted] == ["first"]
+    assert d.running() == ["x", "first"]
+    d.run()
+    d.expect_all_exact()
+
+
 def test_a_prompt_longer_than_the_quota_is_refused_with_both_numbers() -> None:
     d = driver(quotas={"a": Quota(max_pages=5)})
     with pytest.raises(PromptTooLong, match=r"has 20 tokens and the quota of namespace 'a' holds 20 \(5 pages of 4\)"):
