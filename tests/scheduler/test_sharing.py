@@ -365,10 +365,12 @@ def test_a_deeper_prefill_is_waited_for_and_a_shallower_one_is_not() -> None:
     assert driver.requests["shallow"].num_cached_tokens == 16
     driver.run()
     driver.expect_all_exact()
-    driver = looped(max_num_batched_tokens=8)
+    driver = looped(max_num_batched_tokens=8, max_chunk_tokens=4)
     driver.submit("shallow", span(0, 17), 1, loops=1)
     driver.step()
     driver.submit("deep", span(0, 17), 1, loops=3)  # what the shallow one publishes is of no use to it
+    driver.step()
+    assert driver.plans[-1] == {"shallow": 4, "deep": 4}
     driver.run()
     assert driver.requests["deep"].num_cached_tokens == 0
     driver.expect_all_exact()
