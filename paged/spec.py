@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +60,11 @@ class KVSpec:
         """What one sequence of `loops` iterations uses of these groups; None: the default of a looped model, else 0.
 
         `cache_window` W > 0: each query sees the last W positions alone, itself included, in every layer. ValueError
-        where the model does not loop, or not so often, or for a window below 0.
+        where the model does not loop, or not so often, or for a window below 0; TypeError for no integer.
         """
-        if self.loop is not None and loops is None:
-            loops = self.loop.default_loops
-        return _view(self, loops or 0, cache_window)
+        if loops is None:
+            loops = 0 if self.loop is None else self.loop.default_loops
+        return _view(self, _integer("loops", loops), _integer("cache_window", cache_window))
 
 
 class KVView:
@@ -114,10 +115,19 @@ class KVView:
         return np.where(self.windows > 0, np.maximum(0, position - self.windows + 1) // page_size, 0)
 
 
+def _integer(name: str, value: object) -> int:
+    """`value` as an int of Python: views are remembered by it, and equal numbers of other types would share them."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
 @lru_cache(maxsize=4096)
 def _view(spec: KVSpec, loops: int, cache_window: int) -> KVView:
     if cache_window < 0:
         raise ValueError(f"cache_window must be 0 (everything is seen) or more positions, got {cache_window}")
+    if cache_window >= 2**31:
+        raise ValueError(f"cache_window must be at most {2**31 - 1} positions, got {cache_window}")
     if spec.loop is None and loops:
         raise ValueError(f"this model does not loop: loops must be None or 0, got {loops}")
     if spec.loop is not None and not 1 <= loops <= spec.loop.max_loops:

@@ -87,3 +87,20 @@ def test_the_first_page_that_a_query_sees(position: int, first: list[int]) -> No
 def test_what_cannot_be_is_refused_with_both_numbers(spec: KVSpec, arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec.view(*arguments)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, float("nan"), float("inf"), "2", [2], np.float32(2)])
+def test_depth_and_window_are_integers(value) -> None:
+    with pytest.raises(TypeError, match="loops must be an integer, got "):
+        LOOPED.view(value)
+    with pytest.raises(TypeError, match="cache_window must be an integer, got "):
+        PLAIN.view(None, value)
+    with pytest.raises(ValueError, match="cache_window must be at most 2147483647 positions, got 2147483648"):
+        PLAIN.view(None, 2**31)
+
+
+def test_an_integer_of_numpy_does_not_stand_in_for_an_equal_one() -> None:
+    """Views are remembered: the first of two equal numbers must not lend its type to every later sequence."""
+    view = AFTER.view(np.int64(4), np.int64(41))
+    assert view is AFTER.view(4, 41)
+    assert [type(value) for value in view.fields.values()] == [int, int]

@@ -111,10 +111,12 @@ class LanguageModel:
         raise ValueError(f"{self.name or 'this model'} does not loop")
 
     def view(self, loops: int | None = None, cache_window: int = 0) -> KVView:
-        """What a sequence of this depth and cache window uses of the page groups; ValueError where that cannot be."""
-        if cache_window > 0 and not self.windows_cache:
+        """What a sequence of this depth and cache window uses of the page groups; ValueError where that cannot be,
+        TypeError for what is no integer."""
+        view = self.spec.view(loops, cache_window)
+        if view.cache_window and not self.windows_cache:
             raise ValueError(f"{self.name or 'this model'} does not take a cache_window, got {cache_window}")
-        return self.spec.view(loops, cache_window)
+        return view
 
     def default_kv_dtype(self) -> str:
         """What kv_dtype="auto" means for this model: fp32 on the CPU, bf16 on a GPU."""
