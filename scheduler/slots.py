@@ -78,7 +78,7 @@ class Slots:
 
     def place(self, request: Request, pages: Int32, matched: int) -> int:
         """Give `request` a slot with the columns `pages [num_groups, n]`, of which `matched` tokens are computed."""
-        slot = self._free.pop()
+        slot = self._free[-1]  # taken at the end: what fails on the way must not cost a slot
         known = request.known
         self.tokens[slot, : len(known)] = known
         self.prompt_len[slot] = request.num_prompt
@@ -87,7 +87,7 @@ class Slots:
         self.limit[slot] = request.limit
         # Under a grammar an end id is drawn only where one may end the output, or nothing else may follow.
         least = request.params.min_tokens if request.matcher is None else 0
-        self.min_known[slot] = request.num_prompt + least
+        self.min_known[slot] = min(request.num_prompt + least, request.limit)
         ends = request.end_ids
         if len(ends) > self.end_ids.shape[1]:
             wider = np.full((len(self.end_ids), len(ends)), -1, np.int32)
@@ -107,7 +107,7 @@ class Slots:
         self.left[:, slot] = np.where(view.uses, (pages < 0).sum(axis=1), 0)
         self.requests[slot] = request
         self.running = np.append(self.running, np.int32(slot))
-        return slot
+        return self._free.pop()
 
     def pages(self, slot: int) -> Int32:
         """The page ids of a slot, int32 [num_groups, columns]; a view."""

@@ -46,6 +46,21 @@ def test_a_placed_request_fills_its_row() -> None:
     assert slots.requests[slot] is one
 
 
+def test_a_placement_that_fails_costs_no_slot() -> None:
+    slots, pool = slots_with()
+    with pytest.raises(ValueError, match="broadcast"):
+        slots.place(request("a", span(0, 50)), pool.alloc(1)[None], 0)  # a row has 40
+    assert (slots.num_running, slots.num_free) == (0, 3)
+    slots.check()
+
+
+def test_more_tokens_before_an_end_than_a_row_can_count() -> None:
+    slots, pool = slots_with()
+    one = request("a", [1], max_tokens=8)
+    one.params = SamplingParams(max_tokens=None, min_tokens=2**70)
+    assert int(slots.min_known[slots.place(one, pool.alloc(1)[None], 0)]) == one.limit == 9
+
+
 def test_running_slots_stand_in_order_of_admission() -> None:
     slots, _ = slots_with(1, request("a", [1]), request("b", [2]), request("c", [3]))
     assert slots.running.tolist() == [0, 1, 2]
