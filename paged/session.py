@@ -13,7 +13,7 @@ from paged.kv.pages import Int32, PagePool
 from paged.kv.state import UNKNOWN
 from paged.matcher import GrammarMatcher
 from paged.models.base import ForwardBatch, LanguageModel
-from paged.prefix.hashing import as_tokens
+from paged.prefix.hashing import as_tokens, require_namespace
 from paged.sampler import sample_one
 from paged.sampling import SamplingParams, draw_seed
 from paged.spec import KVView
@@ -46,7 +46,7 @@ class Session:
         last W positions alone, itself included, in every layer.
 
         GeometryMismatch unless `pool` was made by `model.create_kv_pool`, ValueError for a depth or window that the
-        model does not take.
+        model does not take, or a namespace that is no valid text.
         """
         storage = pool.storage
         same = storage is not None and (storage.model_spec is model.spec or storage.model_spec == model.spec)
@@ -56,7 +56,7 @@ class Session:
         self.pool = pool
         self.storage = storage
         self.view = model.view(loops, cache_window)
-        self.namespace = namespace
+        self.namespace = require_namespace(namespace)
         self.id = next(_ids)
         self.table = PageTable(pool, model.spec.num_groups, self.view.groups)
         self.states = model.create_state_pool(1)

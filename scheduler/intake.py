@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from paged.kv.pages import Int32
 from paged.media import MediaSpan, check_spans
 from paged.models.base import LanguageModel
 from paged.prefix.handles import PrefixHandle
-from paged.prefix.hashing import as_tokens
+from paged.prefix.hashing import as_tokens, require_namespace
 from paged.prefix.retention import Retain, Retention
 from paged.sampling import SamplingParams, draw_seed
 from paged.spec import KVView
@@ -58,6 +59,7 @@ def make_request(
     cache = options.get("cache", True)
     if not isinstance(cache, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"cache must be True or False, got {cache!r}")
+    require_namespace(namespace)
     model = engine.model
     params.validate_for(model.vocab_size)
     tokens, media = keyed_tokens(engine, prompt, options.get("media", ()), new)
@@ -78,7 +80,7 @@ def make_request(
         deadline_s=_seconds(options, "deadline_s"),
         timeout_s=_seconds(options, "timeout_s"),
         queue_timeout_s=_seconds(options, "queue_timeout_s"),
-        stops=options.get("stops") or PrefillStops(),
+        stops=_stops(options.get("stops")),
         retain=_retention(options.get("retain")),
         view=view,
         cache=cache,
@@ -105,9 +107,19 @@ def _priority(priority: int) -> int:
 
 def _seconds(options: RequestOptions, name: Literal["deadline_s", "timeout_s", "queue_timeout_s"]) -> float | None:
     seconds = options.get(name)
-    if seconds is not None and not seconds >= 0:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(cast("object", seconds), Real):
+        raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
+    if not seconds >= 0:
         raise InvalidRequest(f"{name} must be 0 or more seconds, got {seconds}")
     return seconds
+
+
+def _stops(stops: PrefillStops | None) -> PrefillStops:
+    if stops is not None and not isinstance(stops, PrefillStops):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"stops must be PrefillStops or None, got {type(stops).__name__}")
+    return stops or PrefillStops()
 
 
 def _retention(retain: Retain) -> Retention | None:
@@ -125,6 +137,8 @@ def require_engine(engine: Engine, prefix: PrefixHandle) -> None:
 
 def require_prefix(engine: Engine, prefix: PrefixHandle, tokens: Int32, view: KVView, namespace: str) -> None:
     """Refuse a prefix that is not what this request would compute."""
+    if not isinstance(prefix, PrefixHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"prefix must be a PrefixHandle from build_prefix(), got {type(prefix).__name__}")
     require_engine(engine, prefix)
     prefix.require(view)
     if prefix.namespace != namespace:

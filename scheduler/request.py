@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from paged.draw import TokenLogprob
+from paged.errors import InvalidRequest
 from paged.matcher import GrammarMatcher
 from paged.media import MediaSpan
 from paged.prefix.cursor import Cursor
@@ -47,6 +49,14 @@ class PrefillStops:
     opening: int = 0
     stable: int = 0
     messages_end: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("head", "opening", "stable", "messages_end"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"PrefillStops.{name} must be a number of tokens, got {value!r}")
+            if value < 0:
+                raise InvalidRequest(f"PrefillStops.{name} must be 0 (none) or more tokens, got {value}")
 
 
 class RequestOptions(TypedDict, total=False):

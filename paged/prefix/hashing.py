@@ -45,6 +45,18 @@ def root_hash(namespace: bytes) -> bytes:
     return xxhash.xxh3_128_digest(namespace)
 
 
+def require_namespace(namespace: object) -> str:
+    """A caller's salt. TypeError for anything but a str, InvalidRequest (a ValueError) for one that UTF-8 has no bytes
+    for: both would fail where the key is made, in the middle of a step."""
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, got {type(namespace).__name__}")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"namespace must be text that UTF-8 can encode, got {namespace!r}") from None
+    return namespace
+
+
 def as_tokens(tokens: object) -> Int32:
     """Token ids as a C-contiguous int32 array; an int32 array is taken as it is, without a copy.
 

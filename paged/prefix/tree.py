@@ -17,7 +17,7 @@ from paged.prefix.events import CacheEvent, PagesCleared, PagesStored
 from paged.prefix.eviction import EvictionPolicy, get_policy
 from paged.prefix.eviction_queue import EvictionQueue
 from paged.prefix.eviction_run import run_up, take_out
-from paged.prefix.hashing import Int32, PageHash, namespace_key
+from paged.prefix.hashing import Int32, PageHash, namespace_key, require_namespace
 from paged.prefix.index import NO_PAGE, PrefixIndex
 from paged.prefix.stats import PrefixChain, PrefixStats
 from paged.spec import KVSpec, KVView
@@ -71,7 +71,7 @@ class PageTree:
         """The root of a namespace's chains: the caller's salt, further `fields` (adapter=...), the model, the codec."""
         storage = self.pool.storage
         codec = storage.kv_dtype if storage is not None else ""
-        return namespace_key(model=self.pool.fingerprint, codec=codec, salt=namespace, **fields)
+        return namespace_key(model=self.pool.fingerprint, codec=codec, salt=require_namespace(namespace), **fields)
 
     def cursor(self, namespace: str = "", view: KVView | None = None, **fields: object) -> Cursor:
         """A cursor at the root of a namespace: `namespace` is the caller's salt, `fields` (adapter=...) add to it.

@@ -10,6 +10,7 @@ from paged.errors import GeometryMismatch, InvalidRequest, LoopsMismatch, Prompt
 from paged.sampling import SamplingParams
 from scheduler.engine import Engine
 from scheduler.intake import make_request, tokens_of
+from scheduler.request import PrefillStops
 
 
 @pytest.fixture
@@ -47,12 +48,42 @@ def test_the_limit_is_that_of_its_own_depth(engine: Engine) -> None:
         ({"cache_window": -2}, ValueError, "cache_window must be 0"),
         ({"depth": 3}, TypeError, "a request takes .*loops, cache_window, .*prefix; got depth"),
         ({"request_id": 7}, TypeError, "request_id must be a str, got int"),
+        ({"namespace": 5}, TypeError, "namespace must be a str, got int"),
+        ({"namespace": None}, TypeError, "namespace must be a str, got NoneType"),
+        ({"namespace": "\ud800"}, InvalidRequest, "namespace must be text that UTF-8 can encode"),
+        ({"cache_window": 2.5}, TypeError, "cache_window must be an integer, got 2.5"),
+        ({"stops": (8, 16)}, TypeError, "stops must be PrefillStops or None, got tuple"),
+        ({"timeout_s": "5"}, TypeError, "timeout_s must be a number of seconds or None, got '5'"),
+        ({"deadline_s": float("nan")}, InvalidRequest, "deadline_s must be 0 or more seconds, got nan"),
+        ({"prefix": "p"}, TypeError, r"prefix must be a PrefixHandle from build_prefix\(\), got str"),
     ],
 )
 def test_options_that_cannot_be_are_refused(engine: Engine, options: dict, error: type, match: str) -> None:
     with pytest.raises(error, match=match):
         ask(engine, **options)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest_prefix", "fair_share"])
+def test_a_namespace_that_has_no_key_never_reaches_a_step(policy: str) -> None:
+    """The policy "longest_prefix" makes the keys of all that wait: one that cannot be made ended every later step."""
+    with Engine(EchoModel(), page_size=4, num_pages=20, policy=policy) as engine:
+        for namespace in ("\ud800", 5):
+            with pytest.raises((InvalidRequest, TypeError), match="namespace must be"):
+                engine.submit([1, 2, 3], namespace=namespace)
+            with pytest.raises((InvalidRequest, TypeError), match="namespace must be"):
+                engine.prefix_match_len([1, 2, 3], namespace)
+            with pytest.raises((InvalidRequest, TypeError), match="namespace must be"):
+                engine.build_prefix([1, 2, 3], namespace=namespace)
+        [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        assert output.finish_reason == "length"
+        engine.check()
+
+
+@pytest.mark.parametrize(("marks", "error"), [((-1,), InvalidRequest), ((0, 1.5), TypeError), ((0, 0, "a"), TypeError)])
+def test_stops_are_numbers_of_tokens(marks: tuple, error: type) -> None:
+    with pytest.raises(error, match=r"PrefillStops.* must be"):
+        PrefillStops(*marks)
 
 
 def test_only_a_looped_model_takes_a_depth() -> None:
