@@ -147,8 +147,10 @@ POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu_da": LFUDA, "gdsf"
 
 
 def get_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
-    """A policy by its name, or the object itself. ValueError lists the names there are."""
+    """A policy by its name, or the object itself. ValueError lists the names there are; TypeError for what is none."""
     if not isinstance(policy, str):
+        if not callable(getattr(policy, "rank", None)):
+            raise TypeError(f"an eviction policy must be a name, or have a name and rank(), got {policy!r}")
         return policy
     try:
         return POLICIES[policy]()

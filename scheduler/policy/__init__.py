@@ -16,8 +16,10 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def get_policy(policy: str | Policy) -> Policy:
-    """A policy by its name, or the object itself. ValueError lists the names there are."""
+    """A policy by its name, or the object itself. ValueError lists the names there are; TypeError for what is none."""
     if not isinstance(policy, str):
+        if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"policy must be a name or a scheduler.Policy, got {policy!r}")
         return policy
     try:
         return POLICIES[policy]()

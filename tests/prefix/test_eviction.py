@@ -97,5 +97,8 @@ def test_policies_are_named_or_given() -> None:
     assert get_policy("lru").name == "lru"
     mine = LRU()
     assert get_policy(mine) is mine
+    for none in (None, 5, object()):  # one without a rank would fail as the first page falls idle
+        with pytest.raises(TypeError, match=r"must be a name, or have a name and rank\(\), got "):
+            get_policy(none)
     with pytest.raises(ValueError, match="must be one of gdsf, lfu_da, lru, shortest, got 'shortest-first'"):
         get_policy("shortest-first")

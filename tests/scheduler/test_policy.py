@@ -94,6 +94,9 @@ def test_a_new_policy_knows_what_runs_already() -> None:
 
 def test_an_unknown_policy_changes_nothing() -> None:
     d = driver("priority")
+    for none in (None, 5, object()):
+        with pytest.raises(TypeError, match=r"policy must be a name or a scheduler\.Policy, got "):
+            get_policy(none)
     with pytest.raises(ValueError, match="must be one of deadline, fair_share, fcfs, longest_prefix, priority"):
         d.scheduler.set_policy("random")
     assert d.scheduler.policy.name == "priority"
