@@ -25,6 +25,7 @@ from scheduler.request import RequestOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from paged.media import MediaSpan
     from paged.models.base import LanguageModel
     from paged.sampling import SamplingParams
 
@@ -96,11 +97,18 @@ class AsyncEngine:
         return await self._between_steps(lambda: self.engine.cancel(request_id))
 
     async def prefix_match_len(
-        self, prompt: Prompt, namespace: str = "", loops: int | None = None, cache_window: int = 0
+        self,
+        prompt: Prompt,
+        namespace: str = "",
+        loops: int | None = None,
+        cache_window: int = 0,
+        media: Sequence[MediaSpan] = (),
     ) -> int:
         """How many leading tokens of `prompt` a request would attach right now. Takes nothing, touches no entry."""
         tokens = self.engine.tokens_of(prompt)
-        return await self._between_steps(lambda: self.engine.prefix_match_len(tokens, namespace, loops, cache_window))
+        return await self._between_steps(
+            lambda: self.engine.prefix_match_len(tokens, namespace, loops, cache_window, media)
+        )
 
     async def admit(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]

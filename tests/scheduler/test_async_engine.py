@@ -13,7 +13,7 @@ from fakes import EchoLooped, EchoModel
 from gated import GatedModel, join, run
 
 from paged.errors import Closed, DuplicateRequest, InvalidRequest, QueueFull
-from scheduler import AsyncEngine, Engine, SamplingParams, SchedulerConfig
+from scheduler import AsyncEngine, Engine, MediaSpan, SamplingParams, SchedulerConfig
 
 PARAMS = SamplingParams(max_tokens=6)
 
@@ -332,6 +332,17 @@ def test_settings_beside_an_engine_that_has_its_own_are_refused() -> None:
 
 
 # the other verbs ------------------------------------------------------------------------------------------------
+
+
+def test_a_match_is_asked_for_with_its_media() -> None:
+    async def main() -> None:
+        async with engine_of() as engine:
+            one, other = (MediaSpan(10, np.array([[7, value]] * 5, np.float32)) for value in (0, 1))
+            await engine.generate([span(0, 50)], PARAMS, media=[one])
+            assert await engine.prefix_match_len(span(0, 50), media=[one]) == 49
+            assert await engine.prefix_match_len(span(0, 50), media=[other]) == 10
+
+    asyncio.run(main())
 
 
 def test_the_cache_is_asked_saved_loaded_and_reset(tmp_path: Path) -> None:
