@@ -43,8 +43,7 @@ class SamplingParams:
     include_stop        show the stop string that ended the request, which is cut off otherwise
     min_tokens          no end id is drawn, and no stop string is heeded, before so many tokens are generated
     ignore_eos          the model's end ids end nothing (stop_token_ids still do)
-    n                   outputs for one prompt, which is computed once; `sample(i)` gives the parameters of output i.
-                        For `Engine.generate` alone
+    n                   outputs for one prompt, which is computed once; `sample(i)` gives the parameters of output i
     logprobs            report the log probability of each token and of this many most likely ones (0: only the
                         token's own); None: off
     prompt_logprobs     the same for each token of the prompt but the first; None: off. The prompt is then computed in

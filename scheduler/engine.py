@@ -89,9 +89,11 @@ class Engine:
         """
         self.model = load_model(source, max_seq_len=max_seq_len, device=device)
         on_gpu = self.model.device.type == "cuda"
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = 4096 if on_gpu else 512
         self.config = config or SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or (4096 if on_gpu else 512),
+            max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
             eviction=eviction,
             plan_ahead=on_gpu,
@@ -203,6 +205,7 @@ class Engine:
         """How many leading tokens of `prompt` a request would attach right now. Takes nothing, touches no entry."""
         tokens, _ = keyed_tokens(self, prompt, media, new=False)
         with self._lock:
+            self.require_open()
             if self.cache is None:
                 return 0
             return self.cache.match_len(tokens, namespace, loops, cache_window)
@@ -222,6 +225,7 @@ class Engine:
     def set_policy(self, policy: str | Policy) -> None:
         """Order what waits by another policy from now on. ValueError for a name that there is not."""
         with self._lock:
+            self.require_open()
             self.scheduler.set_policy(policy)
 
     def build_prefix(
@@ -255,6 +259,7 @@ class Engine:
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Write what is cached to a file; returns the pages written. See PrefixCache.save."""
         with self._lock:
+            self.require_open()
             if self.cache is None:
                 raise RuntimeError("this engine was made with prefix_cache=False: there is nothing to save")
             return self.cache.save(path)
@@ -262,6 +267,7 @@ class Engine:
     def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Take in what a file of the same model holds; returns the pages taken. See PrefixCache.load."""
         with self._lock:
+            self.require_open()
             if self.cache is None:
                 raise RuntimeError("this engine was made with prefix_cache=False: it has nowhere to load to")
             return self.cache.load(path)
@@ -339,7 +345,10 @@ class Engine:
             self.delivery.check()
 
     def close(self) -> None:
-        """Cancel what is live and give the pages back; later calls raise Closed. A second close does nothing."""
+        """Cancel what is live and give the pages back. A second close does nothing.
+
+        Later calls raise Closed, but for those that only read, `cancel`, and `step`, which hands out the last events.
+        """
         with self._lock:
             for samples in list(self.delivery.calls.values()):
                 self.delivery.cancel(samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,7 +22,9 @@ def as_batch(prompts: Any) -> list[Any]:
     """A list of prompts from one prompt or several; a flat list of ints and a flat array are one prompt."""
     if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
         return [prompts]
-    batch = list(prompts)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping, Set)):
+        raise TypeError(f"prompts must be a prompt or a sequence of prompts, got {type(prompts).__name__}")
+    batch = list(cast("Iterable[Any]", prompts))
     if batch and all(isinstance(item, (int, np.integer)) for item in batch):
         return [batch]
     return batch

@@ -72,6 +72,18 @@ def test_an_empty_batch_gives_an_empty_list() -> None:
     assert engine_of().generate([]) == []
 
 
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", bytearray(b"abc"), {3, 1, 2}, {"prompt": [1]}])
+def test_what_is_no_batch_is_refused_by_its_type(prompts) -> None:
+    """Bytes would be token ids, and a set has no order."""
+    with pytest.raises(TypeError, match=f"a prompt or a sequence of prompts, got {type(prompts).__name__}"):
+        engine_of().generate(prompts)
+
+
+def test_no_rows_a_step_are_not_the_default() -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens must be at least 1, got 0"):
+        engine_of(max_num_batched_tokens=0)
+
+
 def test_a_bad_prompt_names_its_place_and_nothing_of_its_batch_is_submitted() -> None:
     engine = engine_of()
     with pytest.raises(InvalidRequest, match=r"prompt 2 of 3: .*between 0 and 96, got 97"):
@@ -470,6 +482,23 @@ def test_a_closed_engine_says_so_and_closing_twice_is_fine() -> None:
         with pytest.raises(Closed, match="closed"):
             call([1])
     assert [e.output.finish_reason for e in engine.step()] == ["cancelled"]
+
+
+def test_a_closed_engine_neither_overwrites_a_saved_cache_nor_takes_one_in(tmp_path) -> None:
+    engine, path = engine_of(), tmp_path / "warm.safetensors"
+    engine.generate([list(range(64))])
+    saved = engine.save_prefix_cache(path)
+    engine.close()
+    for call in (
+        lambda: engine.save_prefix_cache(path),
+        lambda: engine.load_prefix_cache(path),
+        lambda: engine.prefix_match_len([1, 2]),
+        lambda: engine.set_policy("priority"),
+    ):
+        with pytest.raises(Closed, match="closed"):
+            call()
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert engine_of().load_prefix_cache(path) == saved > 0
 
 
 # admission control, stats, reset --------------------------------------------------------------------------------
