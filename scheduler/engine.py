@@ -173,12 +173,17 @@ class Engine:
 
         Where nothing can move, since handles hold the pages, who would be next ends with "error".
         """
-        with self._lock:
-            if not self.advance():
-                self._end_stuck(None)
-            events = list(self.delivery.events)
-            self.delivery.events.clear()
-            return events
+        events: list[Event] = []
+        try:
+            with self._lock:
+                if not self.advance():
+                    self._end_stuck(None)
+                events += self.delivery.events
+                self.delivery.events.clear()
+        except BaseException:  # such as an interrupt, which the end of the lock hands over
+            self.delivery.events.extendleft(reversed(events))
+            raise
+        return events
 
     def cancel(self, request_id: str) -> bool:
         """End a request, with all its samples, now with finish_reason "cancelled"; False if it is not live (any more).

@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from scheduler.interrupt import HeldInterrupt
+
+_LOOK_S = 0.1  # who waits looks so often for an interrupt
+
 
 class FairLock:
     """A reentrant lock whose holder, once it lets go, comes behind those who wait already.
@@ -13,6 +17,8 @@ class FairLock:
     a `submit` beside it waits for the end of everything. Here who waits holds the turnstile, and the thread that wants
     the lock again has to pass it. Costs two locks of the standard library instead of one; under contention the lock
     changes hands with every step.
+
+    Ctrl-C takes effect where the lock is not held: see HeldInterrupt.
     """
 
     def __init__(self) -> None:
@@ -20,6 +26,7 @@ class FairLock:
         self._turnstile = threading.RLock()
         self._owner = 0
         self._depth = 0
+        self._interrupt: HeldInterrupt | None = None  # of the main thread, if it holds the lock
 
     @property
     def owned(self) -> bool:
@@ -29,11 +36,20 @@ class FairLock:
     def __enter__(self) -> bool:
         if self.owned:
             self._lock.acquire()
-        else:
-            with self._turnstile:
-                self._lock.acquire()
-            self._owner = threading.get_ident()
-        self._depth += 1
+            self._depth += 1
+            return True
+        interrupt = HeldInterrupt.begin()
+        try:
+            _acquire(self._turnstile, interrupt)
+            try:
+                _acquire(self._lock, interrupt)
+            finally:
+                self._turnstile.release()
+        except BaseException:
+            if interrupt is not None:
+                interrupt.end()
+            raise
+        self._owner, self._depth, self._interrupt = threading.get_ident(), 1, interrupt
         return True
 
     def __exit__(
@@ -43,17 +59,34 @@ class FairLock:
         trace: TracebackType | None = None,
     ) -> None:
         self._depth -= 1
-        if not self._depth:
-            self._owner = 0
+        if self._depth:
+            self._lock.release()
+            return
+        interrupt, self._interrupt = self._interrupt, None
+        self._owner = 0
         self._lock.release()
+        if interrupt is not None:
+            interrupt.end()
 
     def try_alone(self) -> bool:
         """Take it if that needs no waiting and nobody holds it, this thread included; `__exit__` gives it back.
 
         For what the garbage collector calls, which may be in the middle of anything that this thread does.
         """
-        if self.owned or not self._lock.acquire(blocking=False):
+        if self.owned:
             return False
-        self._owner = threading.get_ident()
-        self._depth = 1
+        interrupt = HeldInterrupt.begin()
+        if not self._lock.acquire(blocking=False):
+            if interrupt is not None:
+                interrupt.end()
+            return False
+        self._owner, self._depth, self._interrupt = threading.get_ident(), 1, interrupt
         return True
+
+
+def _acquire(lock: threading.RLock, interrupt: HeldInterrupt | None) -> None:
+    if interrupt is None:
+        lock.acquire()
+        return
+    while not lock.acquire(timeout=_LOOK_S):
+        interrupt.hand_over()

@@ -51,5 +51,6 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        if self._samples.output is None:
-            self._engine.abandon(self._samples)
+        samples: Samples | None = getattr(self, "_samples", None)  # none yet, where its making was interrupted
+        if samples is not None and samples.output is None:
+            self._engine.abandon(samples)

@@ -35,11 +35,11 @@ class Watched:
         self.lock = lock
         self.waits = threading.Event()
 
-    def acquire(self, blocking: bool = True) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if self.lock.acquire(blocking=False):
             return True
         self.waits.set()
-        return self.lock.acquire() if blocking else False
+        return self.lock.acquire(timeout=timeout) if blocking else False
 
     def release(self) -> None:
         self.lock.release()
