@@ -287,7 +287,7 @@ class PageTree:
 
     def _tell_stored(self, cursor: Cursor, column: int, keys: list[Hashable], tokens: Int32) -> None:
         assert self.listen is not None
-        parent = cursor.keys[column - 1] if column else None
+        parent = self.index.keys[int(cursor.nodes[column - 1])] if column else None  # the cursor may not know it yet
         tokens = tokens[: len(keys) * self.pool.page_size].copy()
         self.listen(PagesStored(cursor.namespace, parent, tuple(keys), tokens))
 

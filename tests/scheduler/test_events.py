@@ -206,3 +206,16 @@ def test_page_events_rebuild_the_index_and_end_with_their_last_subscriber() -> N
     assert engine.cache.listen is None
     with pytest.raises(RuntimeError, match="prefix_cache=False"):
         engine_of(prefix_cache=False).subscribe_pages(events.append)
+
+
+def test_the_last_rows_of_who_attached_all_of_its_full_pages_are_told_too() -> None:
+    """It never had to work out the keys of these pages, and a page is told with the key above it."""
+    engine, mirror = engine_of(), PageMirror(16)
+    engine.subscribe_pages(mirror.apply)
+    engine.generate([span(0, 32)], SamplingParams(max_tokens=1))
+    above = list(mirror.pages)[-1]
+    [output] = engine.generate([span(0, 34)], SamplingParams(max_tokens=1))
+    assert output.num_cached_tokens == 32
+    assert [page.parent for page in mirror.pages.values() if page.tokens == (32, 33)] == [above]
+    assert mirror.pages.keys() == engine.cache.index.by_key.keys()
+    assert engine.stats()["cache_errors"] == 0
