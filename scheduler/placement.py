@@ -251,11 +251,12 @@ def _position(prefix: PrefixHandle, request: Request) -> int:
 
 
 def _reaches(prefix: PrefixHandle, request: Request) -> bool:
-    """Whether a request can start from a prefix: not where rows of it are to be scored. Behind its last token it can;
-    one short of it, a recurrent state is not there any more, and a window may have left pages that are seen from there.
+    """Whether a request can start from a prefix: not where rows of it are to be scored, nor where the weights changed
+    while it waited. Behind its last token it can; one short of it, a recurrent state is not there any more, and a
+    window may have left pages that are seen from there.
     """
     at, size, view = _position(prefix, request), prefix.pool.page_size, request.view
-    if at >= len(request.readable):
+    if at >= len(request.readable) or prefix.outdated:
         return False
     if at == prefix.num_tokens:
         return True

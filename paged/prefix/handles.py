@@ -123,11 +123,16 @@ class PrefixHandle:
                     rows[page] = min(size, self.num_tokens - column * size)
         return rows
 
+    @property
+    def outdated(self) -> bool:
+        """Whether the weights of its model have changed since it was built, so that it serves nobody any more."""
+        return self._session.pool.fingerprint != self._fingerprint
+
     def require(self, view: KVView) -> None:
         """LoopsMismatch unless it serves sequences of this view, GeometryMismatch where its model's weights have
         changed since it was built."""
         own = self.view
-        if self._session.pool.fingerprint != self._fingerprint:
+        if self.outdated:
             raise GeometryMismatch("the weights of the model have changed since this prefix was built; build it again")
         if view.cache_window != own.cache_window:
             raise LoopsMismatch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paged import GeometryMismatch, Session, load_model
-from scheduler import Engine, SamplingParams
+from scheduler import Engine, SamplingParams, SchedulerConfig
 
 PROMPT = [(7 * i) % 500 + 3 for i in range(50)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -56,6 +56,33 @@ def test_a_reset_while_a_request_runs_lets_it_finish_and_caches_nothing_of_it() 
     assert events[-1].request_id == name and len(events[-1].output.token_ids) == 8
     assert engine.prefix_match_len(PROMPT) == 0
     assert engine.pool.num_free == engine.pool.num_pages
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["waits", "resumes"])
+def test_who_waits_with_a_prefix_of_the_old_weights_computes_it_again(resumed: bool) -> None:
+    """Else it would start from the old rows, and what it computes behind them would be cached for everybody."""
+    engine = Engine("tiny:llama", num_pages=64, config=SchedulerConfig(max_num_seqs=1))
+    prefix = engine.build_prefix(PROMPT[:32])
+    if not resumed:
+        engine.submit([5, 6, 7], PARAMS)
+        engine.step()
+    name = engine.submit(PROMPT, PARAMS, prefix=prefix)
+    if resumed:
+        engine.step()
+        engine.scheduler.preempt(engine.scheduler.requests[name])
+    change(engine.model)
+    engine.reset_prefix_cache()
+    outputs = {}
+    while engine.has_work:
+        outputs |= {event.request_id: event.output for event in engine.step()}
+        engine.check()
+    fresh_model = load_model("tiny:llama")
+    change(fresh_model)
+    fresh = Engine(fresh_model, num_pages=64).generate([PROMPT], PARAMS)[0]
+    if not resumed:  # else its first token is of the old weights
+        assert (outputs[name].token_ids, outputs[name].num_cached_tokens) == (fresh.token_ids, 0)
+    later = engine.generate([PROMPT], PARAMS)[0]
+    assert later.token_ids == fresh.token_ids and later.num_cached_tokens == 49
 
 
 @pytest.mark.parametrize("reset", [False, True])
