@@ -63,6 +63,7 @@ class Session:
         self.logits: torch.Tensor | None = None
         self._tokens = np.zeros(64, np.int32)
         self._n_past = 0
+        self._fingerprint = pool.fingerprint  # of the weights that its first rows are of
         self._seed: int | None = None
 
     @property
@@ -74,6 +75,11 @@ class Session:
     def tokens(self) -> Int32:
         """The evaluated history, int32 [n_past]; a view."""
         return self._tokens[: self._n_past]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether its first rows are of weights that the model, and with it the pool, does not have any more."""
+        return self._n_past > 0 and self._fingerprint != self.pool.fingerprint
 
     def eval(self, tokens: object) -> torch.Tensor | None:
         """Run `tokens` after the present history; returns fp32 logits [vocab_size] of the last of them.
@@ -224,6 +230,8 @@ class Session:
         return max(0, position - window + 1) // self.pool.page_size if window else 0
 
     def _remember(self, new: Int32) -> None:
+        if not self._n_past:
+            self._fingerprint = self.pool.fingerprint
         end = self._n_past + len(new)
         if end > len(self._tokens):
             self._tokens = np.resize(self._tokens, max(end, 2 * len(self._tokens)))
@@ -261,6 +269,7 @@ class Session:
             other.states.restore(0, self.states.snapshot(0))
         other.table = self.table.fork()
         other._remember(self.tokens)
+        other._fingerprint = self._fingerprint
         other.logits = self.logits
         other._seed = self._seed
         return other

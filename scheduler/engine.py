@@ -245,7 +245,7 @@ class Engine:
         """Compute a prefix and keep it until the handle is gone; give it to `submit` and the like as `prefix`.
 
         What is cached of it is not computed again. OutOfPages if the pool has no room, PromptTooLong, ValueError for
-        arguments that the model does not take.
+        arguments that the model does not take, GeometryMismatch where the weights are changed meanwhile.
         """
         return build_prefix(self, self.tokens_of(prompt), namespace, loops, cache_window, share_depths)
 

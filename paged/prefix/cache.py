@@ -83,7 +83,8 @@ class PrefixCache(PageTree):
         Where a page is cached already, the session, and whoever shares the page, goes on with that one. Of a recurrent
         model a checkpoint is kept of where the session stands now; `opening` marks it as one that every conversation
         on this opening shares, which the budget drops last. `preview` labels the donation in `chains()`; `retain` says
-        what its pages may expect (see Retention; checkpoints heed none).
+        what its pages may expect (see Retention; checkpoints heed none). Nothing is taken of a session whose first rows
+        are of weights that the model does not have any more.
         GeometryMismatch if the session is not paged out of this pool.
         """
         self._own(session)
@@ -93,6 +94,8 @@ class PrefixCache(PageTree):
         history = history[:covered]
         if not np.array_equal(history, session.tokens[:covered]):
             raise ValueError("the tokens to donate are not the ones that the session evaluated")
+        if session.outdated:
+            return 0
         before = self.held_pages
         if self.checkpoints is not None:
             if session.states is not None and session.states.positions[0] == covered:

@@ -36,7 +36,7 @@ class PrefixHandle:
         With `own_logits` a sequence of less depth begins with the logits of the prefix's own depth too.
 
         ValueError if it evaluated nothing, and for `share_depths` where layers follow the loop block: their rows
-        belong to one depth.
+        belong to one depth. GeometryMismatch if the weights have changed since it began.
         """
         if session.logits is None:
             raise ValueError("a prefix handle needs a session that evaluated at least one token")
@@ -46,8 +46,11 @@ class PrefixHandle:
                 "share_depths needs a looped model whose last layer is in the loop block, and "
                 + ("this model does not loop" if loop is None else "layers follow the block in this one")
             )
+        if session.outdated:
+            raise GeometryMismatch(
+                "the weights of the model have changed while this prefix was computed; build it again"
+            )
         self._session = session.fork()
-        self._fingerprint = session.pool.fingerprint
         self.share_depths = share_depths
         self.own_logits = own_logits
         self.tokens: Int32 = np.array(session.tokens, np.int32)
@@ -126,7 +129,7 @@ class PrefixHandle:
     @property
     def outdated(self) -> bool:
         """Whether the weights of its model have changed since it was built, so that it serves nobody any more."""
-        return self._session.pool.fingerprint != self._fingerprint
+        return self._session.outdated
 
     def require(self, view: KVView) -> None:
         """LoopsMismatch unless it serves sequences of this view, GeometryMismatch where its model's weights have

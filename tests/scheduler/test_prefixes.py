@@ -8,8 +8,10 @@ from byhand import span
 from driver import Driver
 from fakes import EchoHybrid, EchoLooped, EchoModel
 
+from paged import GeometryMismatch
 from paged.prefix.handles import PrefixHandle
 from paged.session import Session
+from scheduler import Model
 
 
 def keep(driver: Driver, tokens, loops: int | None = None, cache_window: int = 0, **options) -> PrefixHandle:
@@ -148,3 +150,29 @@ def test_a_preempted_request_starts_from_its_prefix_again() -> None:
     assert driver.plans[-1] == {"a": 4}, "two of the prompt and two new ones"
     driver.run()
     driver.expect_all_exact()
+
+
+@pytest.mark.parametrize("what", ["prefix", "resume", "drafts"])
+def test_what_is_computed_while_the_weights_change_is_not_cached_and_no_prefix(what: str, monkeypatch) -> None:
+    """As another thread may change them between two chunks of a long prompt."""
+    api = Model("tiny:looped", num_pages=600)
+    engine, model, tokens, calls = api.engine, api.engine.model, [i % 90 for i in range(600)], []
+    name = "run_loops" if what == "resume" else "forward"
+    plain = getattr(model, name)
+
+    def changing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            model.update_weights({"model.norm.weight": -model.tensor("model.norm.weight")})
+            engine.reset_prefix_cache()
+        return plain(*args)
+
+    monkeypatch.setattr(model, name, changing)
+    if what == "drafts":
+        api.generate(tokens, max_tokens=1, loops=2, draft_loops=1)
+    else:
+        with pytest.raises(GeometryMismatch, match="weights of the model have changed while"):
+            engine.build_prefix(tokens, loops=2) if what == "prefix" else engine.build_resume(tokens, 2)
+    assert len(calls) >= 2 and engine.prefix_match_len(tokens, loops=2) == 0
+    assert engine.pool.num_free == engine.pool.num_pages
+    engine.check()
