@@ -128,6 +128,7 @@ class Runner:
             (plan, logits), self._launched = self._launched, None
             if not isinstance(logits, Exception):
                 logits.cpu()  # the device writes into the pages until then
+                self.scheduler.stats.computed_tokens += plan.num_rows  # as the requests that it was for were told
             self._abort(plan, RuntimeError("the engine was closed"))
 
     def _draw(self, logits: torch.Tensor, plan: StepPlan) -> tuple[Sampled, dict[int, str]]:

@@ -339,6 +339,17 @@ def test_rows_of_a_request_that_ends_in_flight_are_explained_once() -> None:
     assert account == finish(engine)["a"].num_computed_tokens
 
 
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+def test_rows_that_are_given_up_in_flight_are_counted_as_their_request_was_told(how: str) -> None:
+    config = SchedulerConfig(plan_ahead=True)
+    engine = Engine(EchoModel(), page_size=4, num_pages=64, config=config)
+    stream = engine.stream(span(0, 9), SamplingParams(max_tokens=9))
+    next(stream)
+    stream.close() if how == "cancelled" else engine.close()
+    assert stream.output is not None and stream.output.num_computed_tokens == 10
+    assert engine.stats()["computed_tokens"] == 10
+
+
 def test_a_step_that_fails_ahead_takes_no_tokens_from_the_one_before_it() -> None:
     """A stop string comes in the step before: that request has ended as it should."""
     ended = {}
