@@ -469,7 +469,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants of the class docstring. O(pages + requests)."""
-        self.pool.check()
         if self.cache is not None:
             self.cache.check()
         self.state.check()
@@ -481,6 +480,7 @@ class Scheduler:
         check(placed | queued == set(self.requests), "the live requests are not those waiting and running")
         if self.checkpointer is not None:
             self.checkpointer.check()
+        self.pool.check()  # last: it takes back what sessions held that were collected during the others
         refs = self.pool.held.astype(np.int32)
         if self.cache is not None:
             refs += self.cache.pins.refs()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from fakes import EchoHybrid, EchoModel
 
+from paged import Session
 from scheduler import Engine, SamplingParams, SchedulerConfig
 
 WAYS = (
@@ -110,3 +113,18 @@ def test_free_and_cached_pages_add_up_after_any_cycle(seed: int) -> None:
         pool = engine.pool
         assert pool.num_live == 0 and pool.num_free + engine.cache.held_pages == pool.num_pages
     expect_all_back(engine)
+
+
+def test_a_session_that_is_collected_in_the_middle_of_a_check_fails_nothing(monkeypatch) -> None:
+    """The garbage collector runs when it likes; a session in a cycle, as the traceback of an error makes one, waits
+    for it."""
+    engine = Engine(EchoModel(), num_pages=64)
+    session = Session(engine.model, engine.pool)
+    session.eval([1, 2, 3])
+    session.me = session  # type: ignore[attr-defined]
+    del session
+    assert engine.cache is not None
+    plain = engine.cache.check
+    monkeypatch.setattr(engine.cache, "check", lambda: (gc.collect(), plain()))
+    engine.check()
+    assert engine.pool.num_free == 64
