@@ -97,6 +97,9 @@ class Delivery:
 
     def planned(self, plan: StepPlan) -> None:
         """A step was planned: note who starts with it and who had to give way. Costs nothing where nobody does."""
+        if plan.preempted and self.subscribers.requests:  # first: who was pushed out may start again at once
+            for request in plan.preempted:
+                self.subscribers.preempted(request)
         if plan.admitted:
             now, computed = perf_counter(), self.scheduler.state.computed
             for request in plan.admitted:
@@ -104,9 +107,6 @@ class Delivery:
                 live.times.admitted = live.times.admitted or now
                 if self.subscribers.requests:
                     self.subscribers.admitted(request, int(computed[request.slot]))
-        if plan.preempted and self.subscribers.requests:
-            for request in plan.preempted:
-                self.subscribers.preempted(request)
 
     def deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
         """Turn a step's tokens into text and events, and end the requests that a stop string or a grammar ended.

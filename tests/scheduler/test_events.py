@@ -8,7 +8,7 @@ from byhand import span
 from fakes import EchoModel
 
 from paged.prefix.events import PageMirror, PagesStored
-from scheduler import Engine, SamplingParams
+from scheduler import Engine, SamplingParams, SchedulerConfig
 from scheduler.events import Admitted, Finished, Preempted
 
 PARAMS = SamplingParams(max_tokens=6)
@@ -219,3 +219,18 @@ def test_the_last_rows_of_who_attached_all_of_its_full_pages_are_told_too() -> N
     assert [page.parent for page in mirror.pages.values() if page.tokens == (32, 33)] == [above]
     assert mirror.pages.keys() == engine.cache.index.by_key.keys()
     assert engine.stats()["cache_errors"] == 0
+
+
+def test_who_is_pushed_out_and_starts_again_in_the_same_step_is_told_so_in_that_order() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=13, max_chunk_tokens=1, policy="priority", reserve="expected")
+    model = EchoModel(max_seq_len=150, windows=(0, 7))
+    engine = Engine(model, page_size=2, num_pages=162, prefix_cache=False, config=config)
+    events = heard(engine)
+    engine.submit([1], SamplingParams(max_tokens=None), request_id="a", priority=1)
+    engine.step()
+    engine.step()
+    engine.submit(span(0, 40), SamplingParams(max_tokens=1), request_id="b")
+    engine.submit(span(0, 11), SamplingParams(max_tokens=1), request_id="c")
+    engine.step()
+    assert engine.explain("a")["state"] == "running"
+    assert [type(event) for event in events if event.request_id == "a"] == [Admitted, Preempted, Admitted]
