@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,7 +73,8 @@ def load_cache(cache: PrefixCache, path: str | os.PathLike[str]) -> int:
     if pool.on_idle != cache._on_idle:
         raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
     file = SavedFile(path)
-    _agree(file, _header(cache))
+    with closing(file):
+        _agree(file, _header(cache))
     num_pages = file.shape("pages", storage.codec.dtype, (None, *storage.pages.shape[1:]))[0]
     records = _decoded(file, file.tensor("records", torch.uint8, (None,)).numpy().tobytes(), Records)
     names = records.namespaces

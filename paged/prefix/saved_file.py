@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import msgspec
@@ -103,17 +103,34 @@ class SavedFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self._handle: Any = safe_open(self.path, framework="pt")
+            self._bytes, self._handle = self._open()
         except (SafetensorError, OSError, ValueError) as error:
             raise LoadError(f"{self.path}: expected a whole safetensors file, found: {error}") from None
         self.metadata: dict[str, str] = self._handle.metadata() or {}
         self._names = frozenset(self._handle.keys())
 
+    def _open(self) -> tuple[BinaryIO, Any]:
+        """The file twice: its bytes and its tensors. A writer may put another in its place between the two."""
+        while True:
+            file = open(self.path, "rb")  # noqa: SIM115
+            try:
+                handle = safe_open(self.path, framework="pt")
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                    return file, handle
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+
+    def close(self) -> None:
+        """Nothing is verified any more; tensors may still be asked for."""
+        self._bytes.close()
+
     def verify(self) -> None:
-        """LoadError unless every byte is the one that was written. Cost: reads the file once."""
+        """LoadError unless every byte is the one that was written. Cost: reads the file once, and closes it."""
         found = self.metadata.get("checksum", "")
         checksum = xxhash.xxh3_128()
-        with open(self.path, "rb") as file:
+        with self._bytes as file:
             length = file.read(8)
             checksum.update(length)
             checksum.update(file.read(int.from_bytes(length, "little")).replace(found.encode(), _BLANK, 1))

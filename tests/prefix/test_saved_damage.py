@@ -514,3 +514,29 @@ def test_pieces_of_any_size_give_the_same_file_and_the_same_cache(tmp_path, monk
             other.cache.load(tmp_path / "x")
         assert contents(other.cache) == contents(hand.cache)
         other.ask(span(0, 14))
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_whole(tmp_path, monkeypatch) -> None:
+    """Tensors and checksum come from one file, whenever a writer puts another in its place."""
+    path, other = tmp_path / "x", filled()
+    other.donate(span(200, 9))
+    opened = saved_file.safe_open
+    for when in ("before", "after"):
+        filled().cache.save(path)
+        calls = []
+
+        def replaced(*args, calls=calls, when=when, **kwargs):
+            calls.append(args)
+            if len(calls) == 1 and when == "before":
+                other.cache.save(path)
+            handle = opened(*args, **kwargs)
+            if len(calls) == 1 and when == "after":
+                other.cache.save(path)
+            return handle
+
+        monkeypatch.setattr(saved_file, "safe_open", replaced)
+        hand = Hand(40, partial=True)
+        hand.cache.load(path)
+        monkeypatch.undo()
+        assert contents(hand.cache) == contents(other.cache)
+        hand.check()
