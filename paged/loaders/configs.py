@@ -6,6 +6,7 @@ Keys of GGUF metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -32,6 +33,7 @@ _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
         "n_recurrent_loops": 2, "full_attention_interval": 4,
     },
 }  # fmt: skip
+_LARGEST = sys.float_info.max  # JSON may hold an int that no float can
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LOOPED = "looped"  # a model_type of our own: a Llama with loop_layers, which the other families may have as well
 _HF_OUTER = ("tie_word_embeddings", "quantization_config")  # what stands beside a nested text_config
@@ -124,7 +126,7 @@ def config_from_gguf(
     scaling = _gguf_rope(fields, rope_factors)
     max_seq_len = fields.integer("context_length")
     if scaling.kind == "yarn":
-        max_seq_len = max(max_seq_len, int(scaling.factor * scaling.original_max_seq_len))
+        max_seq_len = max(max_seq_len, _stretched(fields, scaling))
     return fields.make(
         ModelConfig,
         family=family,
@@ -170,13 +172,13 @@ class _Fields:
         value = self._required(name, default, "an integer")
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # GGUF may give one number a layer; layers that differ are refused below
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or not abs(value) < 2**63:
             raise LoadError(f"{self.source}: expected an integer for {self.prefix}{name}, found {_short(value)}")
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._required(name, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
             raise LoadError(f"{self.source}: expected a number for {self.prefix}{name}, found {_short(value)}")
         return float(value)
 
@@ -375,10 +377,20 @@ def _hf_rope(fields: _Fields, max_seq_len: int) -> tuple[float, RopeScaling, int
             attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
             truncate=bool(rope.get("truncate", True)),
         )
-        return theta, scaling, max(max_seq_len, int(factor * original))
+        return theta, scaling, max(max_seq_len, _stretched(fields, scaling))
     raise LoadError(
         f"{fields.source}: rope scaling must be one of default, linear, llama3, yarn, dynamic, found {kind!r}"
     )
+
+
+def _stretched(fields: _Fields, scaling: RopeScaling) -> int:
+    """The positions that yarn makes of the original ones."""
+    length = scaling.factor * scaling.original_max_seq_len
+    if not length < 2**63:
+        raise LoadError(
+            f"{fields.source}: expected rope scaling to a length below 2**63, found a factor of {scaling.factor}"
+        )
+    return int(length)
 
 
 def _yarn_attention_factor(rope: _Fields, factor: float) -> float:

@@ -133,7 +133,7 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
         float(value)
         for t in reader.tensors
         if t.name == "rope_freqs.weight"
-        for value in dequantize(t.data, t.tensor_type)
+        for value in dequantize(t.data.reshape(1, -1), t.tensor_type).ravel()
     )
     config = ModelConfig.from_gguf(metadata, shapes, factors, source=str(path))
     interleaved = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.family == "llama" else {}

@@ -21,8 +21,12 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     """
     if source == "smollm2":
         source = find_smollm2()
-    path = Path(source).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(source).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be entered, no such user
+        raise LoadError(f"{source}: expected a .gguf file or a Hugging Face folder, found: {error}") from None
+    if is_folder:
         if not (path / "config.json").is_file():
             models = sorted(entry.name for entry in path.glob("*.gguf"))
             hint = f"; give the file itself: {models[0]}" if models else ""

@@ -60,7 +60,7 @@ PRE_TOKENIZERS = {name: kind for kind, names in _KINDS.items() for name in names
 
 def pre_tokenizer(name: str, source: str) -> PreTokenizer:
     """The cut that `tokenizer.ggml.pre` names; LoadError lists the known names."""
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:  # a damaged file may hold anything
         raise LoadError(
             f"{source}: tokenizer.ggml.pre must be one of {', '.join(sorted(PRE_TOKENIZERS))}, found {name!r}"
         )

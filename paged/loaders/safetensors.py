@@ -172,7 +172,7 @@ def _json(path: Path, required: bool = True) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LoadError(f"{path}: expected a JSON file, found {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LoadError(f"{path}: expected a JSON file, found {error}") from None
     if not isinstance(values, dict):
         raise LoadError(f"{path}: expected a JSON object, found {type(values).__name__}")
@@ -192,12 +192,18 @@ def _template(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | 
     """chat_template.jinja, else `chat_template` of tokenizer_config.json: a text, or a list that names a "default"."""
     path, where = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if path.is_file():
-        source, where = path.read_text(encoding="utf-8"), path
+        where = path
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LoadError(f"{path}: expected a chat template in UTF-8, found: {error}") from None
     else:
         source = settings.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        named = [
+            entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
+        source = named[-1] if named else None
     if source is None:
         return None
     bos, eos = ("", "") if tokenizer is None else (tokenizer.bos_token, tokenizer.eos_token)

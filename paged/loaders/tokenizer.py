@@ -14,6 +14,8 @@ from paged.errors import InvalidRequest, LoadError
 if TYPE_CHECKING:
     from paged.ops.plan import Int32
 
+_MOST_IDS = 1 << 24  # a list of all ids is made, and a damaged file may name one of some billions
+
 
 class Tokenizer:
     """A byte-level BPE, or a SentencePiece BPE with byte fallback.
@@ -44,6 +46,8 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.vocab_size = max([*token_bytes, *special], default=-1) + 1
+        if self.vocab_size > _MOST_IDS:
+            raise LoadError(f"{source}: expected token ids below {_MOST_IDS}, found {self.vocab_size - 1}")
         self.bos_id = bos_id
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.add_bos = add_bos and bos_id is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,8 @@ def tokenizer_from_folder(folder: Path, settings: Mapping[str, Any], eos_ids: It
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    try:
+    with _expected(f"{path}: expected a tokenizer that the tokenizers package reads"):
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the package raises bare Exception
-        raise LoadError(f"{path}: expected a tokenizer that the tokenizers package reads, found: {error}") from None
     decoders = _decoder_parts(backend)
     alphabet = _byte_alphabet() if "ByteLevel" in decoders else None
     if alphabet is None and not {"ByteFallback", "Metaspace"} & set(decoders):
@@ -119,12 +118,24 @@ def _bpe(tokens: list[str], metadata: Mapping[str, Any], source: str, **options:
     vocab = {text: i for i, text in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata or "byte_fallback" not in options:
         merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges", str, source)]
+        short = next(("".join(merge) for merge in merges if len(merge) < 2), None)
+        if short is not None:
+            raise LoadError(f"{source}: expected two tokens in each of tokenizer.ggml.merges, found {short!r}")
     else:
         merges = _merges_of_scores(vocab, _list(metadata, "scores", float, source), source)
-    try:
+    with _expected(f"{source}: expected merges of two tokens of the vocabulary"):
         return models.BPE(vocab, merges, **options)  # type: ignore[arg-type]
-    except Exception as error:  # the package raises bare Exception
-        raise LoadError(f"{source}: expected merges of two tokens of the vocabulary, found: {error}") from None
+
+
+@contextmanager
+def _expected(what: str) -> Iterator[None]:
+    """LoadError for what the tokenizers package raises: bare Exceptions, and panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise LoadError(f"{what}, found: {str(error).partition(chr(10))[0]}") from None
 
 
 def _merges_of_scores(vocab: Mapping[str, int], scores: list[float], source: str) -> list[tuple[str, str]]:
@@ -155,7 +166,10 @@ def _named_token(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], nam
         text = text.get("content")
     if text is None:
         return None
-    token = backend.token_to_id(str(text))
+    try:
+        token = backend.token_to_id(str(text))
+    except UnicodeEncodeError:  # JSON may spell half of a pair of surrogates, which no vocabulary has
+        token = None
     if token is None:
         warnings.warn(f"{path}: the {name} {text!r} of tokenizer_config.json is not in the vocabulary", stacklevel=4)
     return token

@@ -210,7 +210,7 @@ class ModelConfig:
             start, end = self.loop.layers
             if not 0 <= start < end <= self.num_layers:
                 raise LoadError(f"loop_layers must be a run (a, b) of the {self.num_layers} layers, got {(start, end)}")
-        _check_scaling(self.rope_scaling, self.rotary_dim or self.head_dim)
+        _check_scaling(self.rope_scaling, self.rotary_dim or self.head_dim, self.rope_theta)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -278,7 +278,7 @@ def _positive_number(name: str, value: object) -> None:
         raise LoadError(f"{name} must be a positive number, got {value!r}")
 
 
-def _check_scaling(scaling: RopeScaling, rotary_dim: int) -> None:
+def _check_scaling(scaling: RopeScaling, rotary_dim: int, theta: float) -> None:
     if scaling.kind == "factors":
         if len(scaling.factors) != rotary_dim // 2 or not all(0 < f < math.inf for f in scaling.factors):
             raise LoadError(f"rope factors must be {rotary_dim // 2} positive numbers, got {len(scaling.factors)}")
@@ -289,4 +289,15 @@ def _check_scaling(scaling: RopeScaling, rotary_dim: int) -> None:
     if scaling.kind in ("llama3", "yarn") and scaling.original_max_seq_len < 1:
         raise LoadError(
             f"rope scaling {scaling.kind} needs the original maximum length, got {scaling.original_max_seq_len}"
+        )
+    # The ends of a ramp that are one, or none at all, would make frequencies that are not numbers.
+    if scaling.kind == "llama3" and not scaling.low_freq_factor < scaling.high_freq_factor:
+        raise LoadError(
+            "rope scaling llama3 needs a low_freq_factor below its high_freq_factor, "
+            f"got {scaling.low_freq_factor} and {scaling.high_freq_factor}"
+        )
+    if scaling.kind == "yarn" and not (scaling.beta_fast > 0 and scaling.beta_slow > 0 and theta != 1):
+        raise LoadError(
+            "rope scaling yarn needs a positive beta_fast and beta_slow, and a theta other than 1, "
+            f"got {scaling.beta_fast}, {scaling.beta_slow} and {theta}"
         )

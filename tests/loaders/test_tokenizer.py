@@ -364,7 +364,7 @@ def test_what_is_not_text_is_refused() -> None:
         ({"tokens": None}, "expected a list of str for tokenizer.ggml.tokens, found NoneType"),
         ({"tokens": [1, 2]}, "expected a list of str for tokenizer.ggml.tokens"),
         ({"merges": None}, "expected a list of str for tokenizer.ggml.merges"),
-        ({"merges": ["x"]}, "expected merges of two tokens of the vocabulary"),
+        ({"merges": ["x"]}, "expected two tokens in each of tokenizer.ggml.merges, found 'x'"),
         ({"merges": ["not there"]}, "expected merges of two tokens of the vocabulary"),
         ({"token_type": [1]}, "expected 390 entries in tokenizer.ggml.token_type, found 1"),
         ({"bos_token_id": 390}, "expected an id below 390 for tokenizer.ggml.bos_token_id, found 390"),
@@ -425,3 +425,38 @@ def test_b54_eight_threads_share_one_tokenizer() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def vocabulary(tmp_path: Path, **changes: int) -> Path:
+    """A folder whose tokenizer.json has other ids for some tokens."""
+    state = json.loads(train_bpe().to_str())
+    state["model"]["vocab"].update(changes)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    return tmp_path
+
+
+def test_an_id_of_billions_is_refused_before_a_list_of_all_ids_is_made(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="expected token ids below 16777216, found 4294967295"):
+        tokenizer_from_folder(vocabulary(tmp_path, far=2**32 - 1), {}, ())
+
+
+def test_a_token_that_is_no_text_is_in_no_vocabulary(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="not in the vocabulary"):
+        tokenizer_from_folder(vocabulary(tmp_path), {"bos_token": "\ud800"}, ())
+
+
+@pytest.mark.parametrize("merge", ["ab", ""])
+def test_a_merge_of_one_token_is_named(merge: str) -> None:
+    with pytest.raises(LoadError, match=f"expected two tokens in each of tokenizer.ggml.merges, found '{merge}'$"):
+        from_gguf(merges=[merge])
+
+
+def test_a_panic_of_the_package_is_a_load_error() -> None:
+    # The package writes the joined token into room for the longest one of the vocabulary, and panics: no Exception.
+    with pytest.raises(LoadError, match="expected merges of two tokens of the vocabulary, found: "):
+        from_gguf(tokens=["a", "b"], token_type=None, merges=["a b"], bos_token_id=None, eos_token_id=None)
+
+
+def test_the_kind_of_cut_must_be_a_text() -> None:
+    with pytest.raises(LoadError, match=r"tokenizer.ggml.pre must be one of .*, found \['gpt-2'\]"):
+        from_gguf(pre=["gpt-2"])
