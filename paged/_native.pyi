@@ -4,7 +4,10 @@ import numpy as np
 import numpy.typing as npt
 
 class Pages:
-    """Address and geometry of the pages of one storage, which must outlive it. dtype: 0 fp32, 1 fp16, 2 bf16."""
+    """Address and geometry of the pages of one storage, which must outlive it. ValueError for sizes no kernel takes.
+
+    dtype: 0 fp32, 1 fp16, 2 bf16, 3 int8, 4 int4
+    """
 
     def __init__(
         self,

@@ -26,6 +26,16 @@ using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 bool cascade = true;
 
+void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+// What a kernel divides by, or has room for.
+void check_heads(int q_heads, int kv_heads) {
+  require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0,
+          "q_heads must be a multiple of kv_heads, both positive");
+}
+
 // Large pages of the operating system for the memory of the KV pages: a step reads all of it once, in no order that a
 // TLB could follow. Advice only; memory that was never written still costs nothing.
 void advise_huge_pages(const Pages& p) {
@@ -58,6 +68,12 @@ struct BoundPlan {
       : q_indptr(q), kv_lens(kv), page_table(t), slots(s), plan(batch(page_size, q, kv, t, s)) {}
 };
 
+void check_call(const BoundPlan& p, const Pages& pages, int layer, int dtype) {
+  require(p.plan.batch().page_size == pages.page_size, "the plan and the pages must have one page_size");
+  require(layer >= 0 && layer < pages.layers, "layer must be one of those that a page holds");
+  require(dtype >= kF32 && dtype <= kBF16, "rows must be fp32, fp16 or bf16: dtype 0, 1 or 2");
+}
+
 const CpuKernels* kernels_of(const std::string& isa) {
   if (const CpuKernels* k = cpu_kernels(isa.c_str())) return k;
   throw std::invalid_argument("no kernels for the instruction set '" + isa + "' on this processor");
@@ -70,6 +86,9 @@ struct Kernels {
 
   void attend(BoundPlan& p, const Pages& pages, int layer, uintptr_t q, int64_t q_row_stride, int q_heads, int q_dtype,
               uintptr_t out, uintptr_t lse, float scale, int window, float softcap) const {
+    check_call(p, pages, layer, q_dtype);
+    check_heads(q_heads, pages.kv_heads);
+    require(window >= 0, "window must be 0 (off) or positive");
     const int threads = num_threads();
     const Partition& part =
         p.plan.partition({q_heads, pages.kv_heads, window, threads, table->preferred_rows, cascade});
@@ -88,6 +107,7 @@ struct Kernels {
 
   void append(const BoundPlan& p, const Pages& pages, int layer, uintptr_t k, int64_t k_row_stride, uintptr_t v,
               int64_t v_row_stride, int src_dtype) const {
+    check_call(p, pages, layer, src_dtype);
     const int64_t slots = pages.num_pages * pages.page_size;
     if (p.plan.min_slot() < -1 || p.plan.max_slot() >= slots)
       throw std::invalid_argument("slots must be -1 or below " + std::to_string(slots) + ", got " +
@@ -104,6 +124,9 @@ struct Kernels {
              uintptr_t out) const {
     if (q_indptr.shape(0) != slots.shape(0) + 1)
       throw std::invalid_argument("q_indptr and slots must have S + 1 and S rows");
+    require(q_indptr.data()[0] == 0, "q_indptr must rise from 0 to the number of rows");
+    for (size_t i = 0; i < slots.shape(0); ++i)
+      require(q_indptr.data()[i + 1] >= q_indptr.data()[i], "q_indptr must rise from 0 to the number of rows");
     const DeltaArgs a{&layer, int32_t(slots.shape(0)), q_indptr.data(), slots.data(),
                       reinterpret_cast<const float*>(rows), row_stride, reinterpret_cast<float*>(history),
                       reinterpret_cast<float*>(state), history_stride, state_stride, reinterpret_cast<float*>(mixed),
@@ -141,9 +164,15 @@ struct BoundLookup {
     if (size < 1) throw std::invalid_argument("page_size must be at least 1");
   }
 
+  // The lookup keeps arrays that are indexed by nodes.
+  void check_parent(int32_t parent) const {
+    require(lookup.knows(parent), "a parent must be a node that is there, or a negative number that stands for a root");
+  }
+
   void insert(int32_t node, int32_t parent, Int32s tokens) {
     if (node < 0 || tokens.shape(0) != size_t(page_size))
       throw std::invalid_argument("a node needs a number from 0 on and exactly one page of tokens");
+    check_parent(parent);
     lookup.insert(node, parent, tokens.data());
   }
 
@@ -151,14 +180,19 @@ struct BoundLookup {
   void insert_all(Int32s nodes, Int32s parents, Table tokens) {
     if (nodes.shape(0) != parents.shape(0) || nodes.shape(0) != tokens.shape(0) || tokens.shape(1) != size_t(page_size))
       throw std::invalid_argument("nodes, parents and pages of tokens must be equally many");
-    for (size_t i = 0; i < nodes.shape(0); ++i)
+    for (size_t i = 0; i < nodes.shape(0); ++i) {
+      require(nodes.data()[i] >= 0, "a node needs a number from 0 on");
+      check_parent(parents.data()[i]);
       lookup.insert(nodes.data()[i], parents.data()[i], tokens.data() + i * page_size);
+    }
   }
 
   auto match(int32_t parent, Int32s tokens, int64_t num_pages, Table node_tokens, Int32s node_parent) {
-    if (num_pages < 0 || num_pages * page_size > int64_t(tokens.shape(0)) || node_tokens.shape(1) != size_t(page_size) ||
+    if (num_pages < 0 || num_pages > int64_t(tokens.shape(0)) / page_size || node_tokens.shape(1) != size_t(page_size) ||
         node_tokens.shape(0) != node_parent.shape(0))
       throw std::invalid_argument("match needs num_pages pages of tokens, and tokens and parent of every node");
+    check_parent(parent);
+    require(node_parent.shape(0) >= lookup.num_nodes(), "match needs the tokens and the parent of every node");
     auto* found = new int32_t[num_pages + 1];
     nb::capsule owner(found, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
     const int64_t n = lookup.match(parent, tokens.data(), num_pages, node_tokens.data(), node_parent.data(), found);
@@ -175,6 +209,10 @@ NB_MODULE(_native, m) {
   nb::class_<Pages>(m, "Pages", "Address and geometry of the pages of one storage, which must outlive it.")
       .def("__init__", [](Pages* self, uintptr_t address, int64_t num_pages, int layers, int kv_heads, int page_size,
                           int head_dim, int dtype) {
+        require(num_pages >= 0 && layers > 0 && kv_heads > 0 && page_size > 0, "a pool's sizes must be positive");
+        require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMostDim,
+                "the head size must be a multiple of 8 and at most 256");
+        require(dtype >= kF32 && dtype <= kInt4, "pages are fp32, fp16, bf16, int8 or int4: dtype 0 to 4");
         new (self) Pages{reinterpret_cast<char*>(address), num_pages, layers, kv_heads, page_size, head_dim, dtype};
         advise_huge_pages(*self);
       });
@@ -184,6 +222,7 @@ NB_MODULE(_native, m) {
            nb::arg("q_indptr").noconvert(), nb::arg("kv_lens").noconvert(), nb::arg("page_table").noconvert(),
            nb::arg("slots").noconvert())
       .def("describe", [](BoundPlan& p, int q_heads, int kv_heads, int window) {
+        check_heads(q_heads, kv_heads);
         const Partition& part = p.plan.partition({q_heads, kv_heads, window, num_threads(), 128, cascade});
         nb::dict d;
         d["items"] = part.items.size();
@@ -195,6 +234,9 @@ NB_MODULE(_native, m) {
   nb::class_<DeltaLayer>(m, "DeltaLayer", "Sizes of a gated delta layer and addresses of its weights.")
       .def("__init__", [](DeltaLayer* self, int key_heads, int value_heads, int key_dim, int value_dim, int kernel,
                           uintptr_t conv, uintptr_t decay, uintptr_t dt_bias, uintptr_t norm, float eps) {
+        require(key_heads > 0 && value_heads > 0 && value_heads % key_heads == 0 && key_dim > 0 && value_dim > 0 &&
+                    kernel > 0,
+                "sizes of a delta layer must be positive, and its value heads a multiple of its key heads");
         if (key_dim % kDeltaLanes || value_dim % kDeltaLanes || kernel > kMaxTaps)
           throw std::invalid_argument(
               "delta head sizes must be multiples of 8, and the convolution have at most 16 taps");

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -57,8 +58,12 @@ std::atomic<int> wanted{0};
 // join it (kOpen) and how many have. The fields of a job change only while it is closed and nobody is in it.
 class Pool {
  public:
+  // Fewer than asked where the system gives no more: those that run have a pointer to this, which must stay.
   explicit Pool(int workers) {
-    for (int i = 0; i < workers; ++i) std::thread([this, i] { work(i); }).detach();
+    try {
+      for (int i = 0; i < workers; ++i) std::thread([this, i] { work(i); }).detach();
+    } catch (const std::system_error&) {
+    }
   }
 
   void run(int32_t n, int threads, void (*fn)(void*, int32_t), void* context) {

@@ -58,7 +58,8 @@ void PageLookup::grow() {
 
 void PageLookup::insert(int32_t node, int32_t parent, const int32_t* tokens) {
   if (2 * (count_ + 1) > entries_.size()) grow();
-  if (static_cast<size_t>(node) >= hash_of_.size()) hash_of_.resize(std::max<size_t>(2 * hash_of_.size(), node + 1));
+  if (static_cast<size_t>(node) >= hash_of_.size()) hash_of_.resize(std::max<size_t>(2 * hash_of_.size(), size_t(node) + 1));
+  num_nodes_ = std::max(num_nodes_, size_t(node) + 1);
   const uint64_t hash = next(start(parent), tokens);
   hash_of_[node] = hash;
   place({hash, node});

@@ -22,6 +22,10 @@ class PageLookup {
   bool erase(int32_t node);
   void clear();
   size_t size() const { return count_; }
+  // One more than the highest number of a node that was ever inserted.
+  size_t num_nodes() const { return num_nodes_; }
+  // Whether a number may be a parent: a node below num_nodes, or any root.
+  bool knows(int32_t parent) const { return parent < 0 || size_t(parent) < num_nodes_; }
 
   // The nodes of the leading pages of `tokens` (num_pages of them) below `parent`, into `out`; returns how many.
   // node_tokens [nodes, page_size] and node_parent [nodes] are those of all nodes. O(pages found) and one more.
@@ -41,7 +45,7 @@ class PageLookup {
 
   int32_t page_size_;
   uint64_t seed_;
-  size_t count_ = 0, mask_;
+  size_t count_ = 0, num_nodes_ = 0, mask_;
   std::vector<Entry> entries_;
   std::vector<uint64_t> hash_of_;  // by node
 };
