@@ -17,6 +17,8 @@ from paged.grammar import Grammar
 # row counts as greedy: then ties have one answer too, the lowest id.
 GREEDY_BELOW = 1e-6
 
+_MOST_SAMPLES = 16_384  # of one prompt: each is a request, made before anything of them runs
+
 
 LogitsProcessor = Callable[[Any, Any], object]  # (int32 [tokens], fp32 [vocab_size]) -> None or fp32 [vocab_size]
 
@@ -43,7 +45,8 @@ class SamplingParams:
     include_stop        show the stop string that ended the request, which is cut off otherwise
     min_tokens          no end id is drawn, and no stop string is heeded, before so many tokens are generated
     ignore_eos          the model's end ids end nothing (stop_token_ids still do)
-    n                   outputs for one prompt, which is computed once; `sample(i)` gives the parameters of output i
+    n                   outputs for one prompt, at most 16384; it is computed once. `sample(i)` gives the parameters of
+                        output i
     logprobs            report the log probability of each token and of this many most likely ones (0: only the
                         token's own); None: off
     prompt_logprobs     the same for each token of the prompt but the first; None: off. The prompt is then computed in
@@ -98,7 +101,7 @@ class SamplingParams:
             "include_stop": _boolean("include_stop", self.include_stop),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "n": _integer("n", self.n, 1),
+            "n": _integer("n", self.n, 1, _MOST_SAMPLES),
             "logprobs": _optional("logprobs", self.logprobs, 0),
             "prompt_logprobs": _optional("prompt_logprobs", self.prompt_logprobs, 0),
             "logit_bias": _biases(self.logit_bias),

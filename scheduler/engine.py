@@ -379,7 +379,8 @@ class Engine:
     ) -> Samples:
         """A request, or n for n samples, that was checked in every way but is not queued yet."""
         self.require_open()
-        return make_samples(self, f"request-{next(self._ids)}", prompt, params, options)
+        name = next(name for i in self._ids if (name := f"request-{i}") not in self.delivery.calls)
+        return make_samples(self, name, prompt, params, options)
 
     def require_open(self) -> None:
         """Closed, if this engine was."""

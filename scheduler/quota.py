@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,5 +20,8 @@ class Quota:
 
     def __post_init__(self) -> None:
         for name in ("max_pages", "max_running"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} of a quota must be 0 or more, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"{name} of a quota must be an integer, got {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} of a quota must be 0 or more, got {value}")

@@ -160,6 +160,7 @@ REFUSED: list[tuple[str, Any, type[Exception]]] = [
     ("logit_bias", {1: "2"}, TypeError),
     ("n", 0, ValueError),
     ("n", -1, ValueError),
+    ("n", 16_385, ValueError),
     ("n", None, TypeError),
     ("n", True, TypeError),
     ("n", 2.0, TypeError),

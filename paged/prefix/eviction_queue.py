@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from paged.prefix.eviction import EvictionPolicy, LearningPolicy
 from paged.prefix.hashing import Int32
 from paged.prefix.index import PrefixIndex
 from paged.prefix.retention import Band, Retentions
+from paged.prefix.stats import PrefixStats
 
 _Entry = tuple[int, int, float, int, int, int]  # band, priority, rank, order of arrival, node, birth
 
@@ -22,11 +25,15 @@ class EvictionQueue:
 
     A push and a pop cost O(log idle leaves) amortised, whatever the size of the cache; stale entries never outnumber
     the cached pages by more than two to one.
+
+    A policy of the program's own may fail; it does so in the middle of taking or giving back pages, so that is counted
+    (`policy_errors`) and goes no further. A page that it cannot rank goes first of its band.
     """
 
-    def __init__(self, index: PrefixIndex, policy: EvictionPolicy) -> None:
+    def __init__(self, index: PrefixIndex, policy: EvictionPolicy, stats: PrefixStats | None = None) -> None:
         self.index = index
         self.policy = policy
+        self.stats = stats or PrefixStats()
         self.retentions = Retentions()
         self._learner = policy if isinstance(policy, LearningPolicy) else None
         self._heap: list[_Entry] = []
@@ -41,26 +48,42 @@ class EvictionQueue:
         if self.retentions.used:
             self.retentions.entered(nodes)
         if self._learner is not None:
-            self._learner.entered(self.index, nodes)
+            self._tell(self._learner.entered, nodes)
 
     def attached(self, nodes: Int32) -> None:
         """A sequence attached the pages of `nodes`. O(nodes)."""
         if self.retentions.used and len(nodes):
             self.retentions.attached(nodes)
         if self._learner is not None:
-            self._learner.attached(self.index, nodes)
+            self._tell(self._learner.attached, nodes)
 
     def idle(self, nodes: Int32) -> None:
         """The last user of `nodes` has left; those that can go are pushed next. O(nodes)."""
         if self.retentions.used:
             self.retentions.idle(nodes)
         if self._learner is not None:
-            self._learner.idle(self.index, nodes)
+            self._tell(self._learner.idle, nodes)
 
     def gone(self, node: int) -> None:
         """`node` is about to go for room."""
         if self._learner is not None:
-            self._learner.gone(self.index, node)
+            self._tell(self._learner.gone, node)
+
+    def _tell(self, hook: Callable[[PrefixIndex, Any], None], nodes: Sequence[int] | Int32 | int) -> None:
+        try:
+            hook(self.index, nodes)
+        except Exception:
+            self.stats.policy_errors += 1
+
+    def _rank(self, node: int) -> float:
+        try:
+            rank = float(self.policy.rank(self.index, node))
+        except Exception:
+            rank = math.nan
+        if rank != rank:  # which has no place in an order
+            self.stats.policy_errors += 1
+            return -math.inf
+        return rank
 
     # The order ------------------------------------------------------------------------------------------------
 
@@ -79,7 +102,7 @@ class EvictionQueue:
         if node >= len(self._entry):
             self._entry.extend([0] * (max(node + 1, len(self.index.birth)) - len(self._entry)))
         self._entry[node] = self._count
-        rank, birth = self.policy.rank(self.index, node), int(self.index.birth[node])
+        rank, birth = self._rank(node), int(self.index.birth[node])
         entry = (band, priority, rank, self._count, node, birth)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self.index) + 64:
@@ -101,7 +124,7 @@ class EvictionQueue:
         """Whether `node`, pushed now, would be the next to come out. False where only a push can tell: with hints."""
         if self.retentions.used or self._deadlines:
             return False
-        return not self._heap or (Band.PLAIN, 0, self.policy.rank(self.index, node)) < self._heap[0][:3]
+        return not self._heap or (Band.PLAIN, 0, self._rank(node)) < self._heap[0][:3]
 
     def _expire(self) -> None:
         now = self.retentions.clock()

@@ -21,6 +21,7 @@ class PrefixStats:
     evicted_pages: int = counter("Pages that went for room.")
     num_collisions: int = counter("Pages that stay uncached since their key was taken by other tokens.")
     load_refused: int = counter("Pages of loaded files with no free page or budget for them, or whose key was taken.")
+    policy_errors: int = counter("Calls of the eviction policy that failed.")
     # Of models with recurrent state:
     checkpoint_hits: int = counter("Prompts that attached a checkpoint.")
     checkpoint_inserts: int = counter("Checkpoints that were kept.")

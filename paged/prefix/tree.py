@@ -55,8 +55,8 @@ class PageTree:
         self.num_groups = self.spec.num_groups
         self.ever_loose = False  # whether any sequence so far had groups that a prefix may lack pages of
         self.index = PrefixIndex(pool.page_size, self.num_groups, hash_page, pool.num_pages)
-        self.queue = EvictionQueue(self.index, get_policy(policy))
         self.stats = PrefixStats()
+        self.queue = EvictionQueue(self.index, get_policy(policy), self.stats)
         self.listen: Callable[[CacheEvent], object] | None = None  # hears of every page that comes and goes
         self.remembered = 65_536  # keys of evicted pages that `explain` still knows
         self.evicted: dict[object, None] = {}  # keys of pages that went for room, oldest first

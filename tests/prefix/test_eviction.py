@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from byhand import span
+from fakes import EchoModel
 
 from paged.prefix.eviction import LRU, get_policy
 from paged.prefix.eviction_queue import EvictionQueue
 from paged.prefix.hashing import page_hash
 from paged.prefix.index import PrefixIndex
+from scheduler import Engine, SamplingParams
 
 
 def queue_of(n: int, policy=None) -> tuple[PrefixIndex, EvictionQueue]:
@@ -102,3 +106,51 @@ def test_policies_are_named_or_given() -> None:
             get_policy(none)
     with pytest.raises(ValueError, match="must be one of gdsf, lfu_da, lru, shortest, got 'shortest-first'"):
         get_policy("shortest-first")
+
+
+class Failing(LRU):
+    """It cannot rank node 1, and what it says of node 2 has no place in an order."""
+
+    def rank(self, index, node):
+        if node == 1:
+            raise RuntimeError("no rank")
+        return float("nan") if node == 2 else super().rank(index, node)
+
+
+class Deaf(LRU):
+    def entered(self, index, nodes):
+        raise RuntimeError("not now")
+
+    attached = idle = gone = entered
+
+
+def test_what_a_policy_cannot_rank_goes_first_and_is_counted() -> None:
+    _, queue = queue_of(5, Failing())
+    for node in range(5):
+        queue.push(node)
+    assert drain(queue) == [1, 2, 0, 3, 4]
+    assert queue.stats.policy_errors == 2
+
+
+def test_a_policy_that_fails_to_listen_is_counted_and_changes_nothing() -> None:
+    _, queue = queue_of(3, Deaf())
+    nodes = np.arange(3, dtype=np.int32)
+    queue.entered(nodes.tolist())
+    queue.attached(nodes)
+    queue.idle(nodes)
+    for node in range(3):
+        queue.push(node)
+    queue.gone(0)
+    assert drain(queue) == [0, 1, 2]
+    assert queue.stats.policy_errors == 4
+
+
+@pytest.mark.parametrize("policy", [Failing(), Deaf()], ids=["rank", "hooks"])
+def test_an_engine_with_a_policy_that_fails_keeps_its_accounts(policy: LRU) -> None:
+    engine = Engine(EchoModel(), num_pages=12, page_size=4, eviction=policy)
+    for i in range(8):
+        [output] = engine.generate([span(10 * i, 18)], SamplingParams(max_tokens=6))
+        assert output.token_ids == engine.model.greedy(span(10 * i, 18), 6)
+        engine.check()
+    assert engine.stats()["policy_errors"] > 0
+    assert engine.stats()["evicted_pages"] > 0

@@ -195,6 +195,14 @@ def test_events_carry_each_token_once_and_end_with_the_output() -> None:
     assert engine.step() == [] and not engine.has_work
 
 
+def test_a_name_that_a_caller_chose_is_not_given_to_another_request() -> None:
+    engine = Engine(EchoModel(), num_pages=32)
+    first = engine.submit([1, 2])
+    assert first == "request-0"
+    engine.submit([1, 2], request_id="request-2")  # the second that has to be named
+    assert [engine.submit([1, 2]) for _ in range(2)] == ["request-3", "request-4"]
+
+
 def test_a_live_id_is_refused_and_may_be_used_again_after_its_end() -> None:
     engine = engine_of()
     engine.submit([1, 2], SamplingParams(max_tokens=3), request_id="a")

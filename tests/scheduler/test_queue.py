@@ -227,6 +227,13 @@ def test_limits_that_make_no_sense_are_refused(field: str, value: float, message
         SchedulerConfig(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["max_num_seqs", "num_drafts", "max_bypass", "max_queue_tokens"])
+@pytest.mark.parametrize("value", [1.5, float("nan"), "8", None, True])
+def test_limits_that_are_no_integers_are_refused(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{field} must be an integer, got"):
+        SchedulerConfig(**{field: value})
+
+
 def test_no_more_requests_run_than_can_decode_in_one_step() -> None:
     assert SchedulerConfig(max_num_seqs=100, max_num_batched_tokens=30).max_num_seqs == 30
     assert SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=30).max_num_seqs == 20

@@ -204,6 +204,14 @@ def test_a_quota_below_zero_is_refused(field: str) -> None:
         Quota(**{field: -1})
 
 
+@pytest.mark.parametrize("value", [1.5, float("nan"), "8", None, True])
+def test_a_quota_that_is_no_integer_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="max_pages of a quota must be an integer, got"):
+        Quota(max_pages=value)
+    with pytest.raises(TypeError, match="quota must be a Quota, and quotas a mapping of them by namespace, got"):
+        SchedulerConfig(quotas={"a": value})
+
+
 def test_a_named_quota_stands_instead_of_the_default() -> None:
     config = SchedulerConfig(quota=Quota(max_running=1), quotas={"gold": Quota(max_pages=9)})
     assert config.quota_of("any") == Quota(max_running=1)
