@@ -176,6 +176,12 @@ class Builder {
         heads = most_heads;
         splits = int(std::min<int64_t>((parts + heads - 1) / heads, most_splits));
       }
+      // Every split of every vector is kept, since they are merged from left to right. Many rows over very many keys
+      // would take gigabytes; they are many items without that.
+      if (splits > 1 && p_.partial_vectors + partials(item) > kMostPartials) {
+        splits = 1;
+        heads = int(std::min<int64_t>(parts, most_heads));
+      }
       for (int i = 0; i < splits * heads; ++i) {
         Item cut = item;
         const int h = i % heads, s = i / heads;
@@ -191,10 +197,18 @@ class Builder {
     costs_ = std::move(result);
   }
 
+  int64_t partials(const Segment& s) const { return int64_t(s.row1 - s.row0) * group_ * s.num_splits * cut_.kv_heads; }
+
+  int64_t partials(const Item& item) const {
+    int64_t count = 0;
+    for (int32_t s = item.seg0; s < item.seg1; ++s) count += partials(p_.segments[s]);
+    return count;
+  }
+
   void keep_partials(int32_t segment) {
     Segment& s = p_.segments[segment];
     s.partial = p_.partial_vectors;
-    p_.partial_vectors += int64_t(s.row1 - s.row0) * group_ * s.num_splits * cut_.kv_heads;
+    p_.partial_vectors += partials(s);
     for (int h = 0; h < cut_.kv_heads; ++h) p_.merges.push_back(segment * cut_.kv_heads + h);
   }
 

@@ -161,6 +161,7 @@ double run(const CpuKernels& kernels, const Shape& s, bool cascade, int threads)
 
 int check_delta();
 int check_page_lookup();
+int check_plan();
 
 int main() {
   int runs = 0, failed = 0;
@@ -185,5 +186,5 @@ int main() {
         }
   }
   std::printf("%d runs, %d failed\n", runs, failed);
-  return failed + check_delta() + check_page_lookup() ? 1 : 0;
+  return failed + check_delta() + check_page_lookup() + check_plan() ? 1 : 0;
 }

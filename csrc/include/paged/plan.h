@@ -20,6 +20,9 @@ struct Cut {
   }
 };
 
+// Partial results that a step keeps at most (a quarter of a GiB at a head of 128): a vector times the splits of its keys.
+constexpr int64_t kMostPartials = int64_t(1) << 19;
+
 struct Partition {
   Cut cut;
   std::vector<Segment> segments;
