@@ -104,9 +104,10 @@ class Delivery:
             now, computed = perf_counter(), self.scheduler.state.computed
             for request in plan.admitted:
                 live = self.live[request.id]
+                resumed = bool(live.times.admitted)  # not by its preemptions: a step it was admitted for may be called off
                 live.times.admitted = live.times.admitted or now
                 if self.subscribers.requests:
-                    self.subscribers.admitted(request, int(computed[request.slot]))
+                    self.subscribers.admitted(request, int(computed[request.slot]), resumed)
 
     def deliver(self, result: StepResult, sampled: Sampled, bad: dict[int, str]) -> None:
         """Turn a step's tokens into text and events, and end the requests that a stop string or a grammar ended.

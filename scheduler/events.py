@@ -96,9 +96,9 @@ class Subscribers:
 
         return remove
 
-    def admitted(self, request: Request, matched: int) -> None:
-        """Note that `request` got a slot with `matched` tokens attached."""
-        self._waiting.append(Admitted(request.id, request.num_prompt, matched, request.num_preemptions > 0))
+    def admitted(self, request: Request, matched: int, resumed: bool) -> None:
+        """Note that `request` got a slot with `matched` tokens attached, not for the first time if it `resumed`."""
+        self._waiting.append(Admitted(request.id, request.num_prompt, matched, resumed))
 
     def preempted(self, request: Request) -> None:
         """Note that `request` waits again."""

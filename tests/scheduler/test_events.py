@@ -234,3 +234,18 @@ def test_who_is_pushed_out_and_starts_again_in_the_same_step_is_told_so_in_that_
     engine.step()
     assert engine.explain("a")["state"] == "running"
     assert [type(event) for event in events if event.request_id == "a"] == [Admitted, Preempted, Admitted]
+
+
+def test_who_was_admitted_for_a_step_that_was_called_off_is_told_as_admitted_once() -> None:
+    engine = Engine(EchoModel(), num_pages=64, config=SchedulerConfig(plan_ahead=True))
+    events: list[object] = []
+    engine.subscribe(events.append)
+    engine.submit([1, 2], SamplingParams(max_tokens=3), request_id="runs")
+    engine.step()
+    engine.submit([3], SamplingParams(max_tokens=1), timeout_s=0, request_id="late")
+    engine.submit([4, 5], SamplingParams(max_tokens=2), request_id="beside")  # called off with the step of "late"
+    while engine.has_work:
+        engine.step()
+    told = [(type(e), getattr(e, "resumed", None)) for e in events if e.request_id == "beside"]
+    assert told == [(Admitted, False), (Finished, None)]
+    assert engine.explain("beside")["num_preemptions"] == 1
