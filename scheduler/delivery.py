@@ -104,7 +104,7 @@ class Delivery:
             now, computed = perf_counter(), self.scheduler.state.computed
             for request in plan.admitted:
                 live = self.live[request.id]
-                resumed = bool(live.times.admitted)  # not by its preemptions: a step it was admitted for may be called off
+                resumed = bool(live.times.admitted)  # its preemptions do not tell: a step may be called off
                 live.times.admitted = live.times.admitted or now
                 if self.subscribers.requests:
                     self.subscribers.admitted(request, int(computed[request.slot]), resumed)
