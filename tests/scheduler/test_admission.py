@@ -199,6 +199,21 @@ def test_the_watermark_keeps_its_share_free_while_others_run(watermark: float, s
     driver.expect_all_exact()
 
 
+@pytest.mark.parametrize(("watermark", "starts"), [(0.1, True), (0.2, False)])
+def test_idle_pages_that_a_request_attaches_are_not_free_any_more(watermark: float, starts: bool) -> None:
+    driver = Driver(20, 4, watermark=watermark)
+    driver.solo("old", span(0, 33), 1)
+    driver.submit("runs", [50] * 20, 4)
+    driver.step()
+    assert driver.pool.num_available == 15
+    driver.submit("hit", [*span(0, 32), *span(60, 16)], 1)  # eight idle pages and four more: three stay
+    driver.step()
+    assert ("hit" in driver.plans[-1]) == starts
+    driver.run()
+    assert driver.requests["hit"].num_cached_tokens == 32
+    driver.expect_all_exact()
+
+
 def test_the_watermark_does_not_hold_when_nothing_runs() -> None:
     driver = Driver(20, 4, watermark=0.9)
     driver.submit("a", [2] * 70, 4)
