@@ -36,6 +36,8 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
         return read_safetensors(path)
     if not path.exists():
         raise LoadError(f'{path}: expected a .gguf file, a Hugging Face folder or "smollm2", found no such path')
+    if not path.is_file():  # a pipe, which would be waited for
+        raise LoadError(f"{path}: expected a .gguf file or a Hugging Face folder, found neither a file nor a folder")
     if path.suffix == ".safetensors":
         raise LoadError(f"{path}: expected a .gguf file or a folder; give the folder that holds it and config.json")
     from paged.loaders.gguf import read_gguf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,3 +97,9 @@ def test_a_listed_file_that_was_deleted_is_not_returned(tmp_path: Path, monkeypa
 def test_a_path_that_the_system_refuses_is_a_load_error(source: str) -> None:
     with pytest.raises(LoadError, match=r"expected a \.gguf file or a Hugging Face folder, found: "):
         open_checkpoint(source)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(LoadError, match=r"pipe\.gguf: .* found neither a file nor a folder"):
+        open_checkpoint(tmp_path / "pipe.gguf")
