@@ -49,9 +49,9 @@ def write_file(path: str | os.PathLike[str], metadata: dict[str, str], parts: It
     """Write a safetensors file of `parts`, with `metadata` and the XXH3-128 of all its bytes (the checksum blank).
 
     They go to a temporary file in the same folder, which takes the place of `path` once it is on the disk: whatever
-    interrupts this leaves at `path` what was there. OSError where the folder cannot be written.
+    interrupts this leaves at `path` what was there. OSError, with that path, where it cannot be written.
     """
-    path = Path(path)
+    target, path = os.fspath(path), Path(os.path.realpath(path))  # what a link stands for is replaced, not the link
     ordered = sorted(parts, key=lambda part: -part.dtype.itemsize)  # then each one is aligned to its items
     head = _head(metadata, ordered)
     temporary = path.with_name(f".{uuid4().hex}.tmp")
@@ -69,8 +69,11 @@ def write_file(path: str | os.PathLike[str], metadata: dict[str, str], parts: It
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"the file could not be saved: {error.strerror}", target) from error
         raise
     with suppress(OSError):  # the rename, too, survives a power cut where folders can be synced
         folder = os.open(path.parent, os.O_RDONLY)

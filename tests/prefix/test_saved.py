@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -705,3 +706,26 @@ def test_pages_of_a_checkpoint_that_is_left_out_come_with_a_shorter_one(path) ->
     assert other.cache.match_len(span(0, 14)) == 8
     assert other.cache.stats.load_refused == 2
     idle(other)
+
+
+@pytest.mark.parametrize("place", ["none/c.st", "file/c.st", "folder"])
+def test_where_nothing_can_be_saved_the_error_names_the_path_and_nothing_is_left(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    h = Hand(20)
+    h.donate(span(0, 12))
+    with pytest.raises(OSError, match="the file could not be saved") as caught:
+        h.cache.save(tmp_path / place)
+    assert caught.value.filename == str(tmp_path / place)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_link_stands_for_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "cache.st")
+    h = Hand(20)
+    h.donate(span(0, 12))
+    saved = h.cache.save(tmp_path / "link")
+    assert saved > 0
+    assert (tmp_path / "link").is_symlink()
+    assert Hand(20).cache.load(tmp_path / "cache.st") == saved
