@@ -29,7 +29,9 @@ expected, what was found, and what to do.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from numbers import Integral
 
 
 class PagedError(Exception):
@@ -136,3 +138,10 @@ def check(condition: bool, message: str) -> None:
     """Raise CheckFailed(message) unless condition; used by every `check()`, so that `python -O` keeps them."""
     if not condition:
         raise CheckFailed(message)
+
+
+def require_integer(name: str, value: object, expected: str = "an integer") -> int:
+    """`value` as an int of Python. TypeError, which says what `name` must be, for all else, truth values included."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be {expected}, got {reprlib.repr(value)}")
+    return int(value)

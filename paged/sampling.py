@@ -7,10 +7,10 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, cast
 
-from paged.errors import InvalidRequest
+from paged.errors import InvalidRequest, require_integer
 from paged.grammar import Grammar
 
 # Below this temperature two fp32 logits that differ at all leave the lower one no chance worth drawing for, so the
@@ -174,9 +174,7 @@ def _message(name: str, expected: str, value: object) -> str:
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
     expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(_message(name, expected, value))
-    number = int(value)
+    number = require_integer(f"SamplingParams.{name}", value, expected)
     if number < low or (high is not None and number > high):
         raise InvalidRequest(_message(name, expected, value))
     return number

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
+
+from paged.errors import require_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class KVSpec:
         """
         if loops is None:
             loops = 0 if self.loop is None else self.loop.default_loops
-        return _view(self, _integer("loops", loops), _integer("cache_window", cache_window))
+        # Views are remembered by these: equal numbers of other types would share them.
+        return _view(self, require_integer("loops", loops), require_integer("cache_window", cache_window))
 
 
 class KVView:
@@ -113,13 +115,6 @@ class KVView:
     def first_columns(self, position: int, page_size: int) -> npt.NDArray[np.int32]:
         """The first page that a query at `position` sees, in each group; int32 [num_groups]."""
         return np.where(self.windows > 0, np.maximum(0, position - self.windows + 1) // page_size, 0)
-
-
-def _integer(name: str, value: object) -> int:
-    """`value` as an int of Python: views are remembered by it, and equal numbers of other types would share them."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return int(value)
 
 
 @lru_cache(maxsize=4096)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import TYPE_CHECKING
 
+from paged.errors import require_integer
 from scheduler.quota import Quota
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_drafts"):
-            if self._integer(name) < 1:
+            if require_integer(name, getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_chunk_tokens", "max_bypass", "lookahead", "max_queue_requests", "max_queue_tokens"):
-            if self._integer(name) < 0:
+            if require_integer(name, getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for quota in (self.quota, *self.quotas.values()):
             if not isinstance(quota, Quota):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -74,12 +74,6 @@ class SchedulerConfig:
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be a share from 0.0 to below 1.0, got {self.watermark}")
         object.__setattr__(self, "max_num_seqs", min(self.max_num_seqs, self.max_num_batched_tokens))
-
-    def _integer(self, name: str) -> int:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        return int(value)
 
     def quota_of(self, namespace: str) -> Quota:
         """What a namespace may run and hold."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+
+from paged.errors import require_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,6 @@ class Quota:
 
     def __post_init__(self) -> None:
         for name in ("max_pages", "max_running"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"{name} of a quota must be an integer, got {value!r}")
+            value = require_integer(f"{name} of a quota", getattr(self, name))
             if value < 0:
                 raise ValueError(f"{name} of a quota must be 0 or more, got {value}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from paged.draw import TokenLogprob
-from paged.errors import InvalidRequest
+from paged.errors import InvalidRequest, require_integer
 from paged.matcher import GrammarMatcher
 from paged.media import MediaSpan
 from paged.prefix.cursor import Cursor
@@ -52,9 +51,7 @@ class PrefillStops:
 
     def __post_init__(self) -> None:
         for name in ("head", "opening", "stable", "messages_end"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"PrefillStops.{name} must be a number of tokens, got {value!r}")
+            value = require_integer(f"PrefillStops.{name}", getattr(self, name), "a number of tokens")
             if value < 0:
                 raise InvalidRequest(f"PrefillStops.{name} must be 0 (none) or more tokens, got {value}")
 
