@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from paged.sampling import SamplingParams
+from paged.sampling import GREEDY_BELOW, SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Uint64 = npt.NDArray[np.uint64]
+Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Row = npt.NDArray[np.floating]  # [vocab_size]: fp32 as the model gave it, or float64 once edited
 
 LOGPROB_FLOOR = -9999.0  # reported in place of anything lower: JSON has no infinity
 
+_MOST = float(np.finfo(np.float32).max)
 _BLOCK = 256  # weights summed together before the cumulative sum
 _HEAD = 256  # weights that top_p sorts at first
 _GROUP = 32  # values whose maximum stands for them, at most, where the largest of all are looked for
@@ -97,11 +100,7 @@ def pick(logits: Row, params: SamplingParams, u: float) -> int:
         # Before the division by the temperature: it keeps their order.
         ids = largest(logits, params.top_k)
         logits = logits[ids]
-    scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
-    with np.errstate(over="ignore", under="ignore"):
-        scaled /= params.temperature
-        weights = np.exp(scaled)
+    weights = _weights(logits, params.temperature)
     keep = None
     if params.top_p < 1.0:
         keep = _nucleus(logits, weights, params.top_p)
@@ -113,6 +112,23 @@ def pick(logits: Row, params: SamplingParams, u: float) -> int:
     at = _inverse_cdf(weights, u)
     at = at if keep is None else int(keep[at])
     return at if ids is None else int(ids[at])
+
+
+def _weights(logits: Row, temperature: float) -> Float32:
+    """Probabilities of one row as multiples of the highest. fp32: a quarter of the time of float64."""
+    with np.errstate(over="ignore", under="ignore"):
+        weights = (logits - logits.max()).astype(np.float32, copy=False)
+        if temperature != 1.0:
+            # An infinite divisor would turn what is masked into NaN.
+            weights /= np.float32(min(max(temperature, GREEDY_BELOW), _MOST))
+        return np.exp(weights, out=weights)
+
+
+def _block_sums(weights: Float32) -> Float32:
+    """Sums of _BLOCK weights each, the last one of what is left. einsum takes a third of the time of sum(axis=1)."""
+    whole = len(weights) // _BLOCK * _BLOCK
+    sums = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))
+    return sums if whole == len(weights) else np.append(sums, weights[whole:].sum())
 
 
 def largest(values: Row, k: int) -> Int64:
@@ -141,37 +157,31 @@ def _near_top(values: Row, k: int) -> Int64:
     return np.flatnonzero(values >= np.partition(peaks, groups - k)[groups - k])
 
 
-def _nucleus(logits: Row, weights: Float64, top_p: float) -> Int64:
+def _nucleus(logits: Row, weights: Float32, top_p: float) -> Int64:
     """The ids, ascending, of the smallest set of most likely tokens that holds top_p of all weight, never empty.
 
     Few tokens carry most of it as a rule, so only the heaviest are sorted, and more of them while they do not do.
     """
-    goal, size = top_p * weights.sum(), min(_HEAD, len(weights))
+    goal, size = top_p * float(_block_sums(weights).sum(dtype=np.float64)), min(_HEAD, len(weights))
     while True:
-        close = weights[_near_top(weights, size)]
-        head = np.sort(np.partition(close, len(close) - size)[len(close) - size :])[::-1]
-        enough = int(np.cumsum(head).searchsorted(goal)) + 1
+        near = _near_top(logits, size)
+        head = np.sort(weights[near])[::-1][:size]
+        enough = int(np.cumsum(head, dtype=np.float64).searchsorted(goal)) + 1
         if enough <= size or size == len(weights):
-            return largest(logits, enough)
+            return near[largest(logits[near], enough)]
         size = min(8 * size, len(weights))
 
 
-def _inverse_cdf(weights: Float64, u: float) -> int:
+def _inverse_cdf(weights: Float32, u: float) -> int:
     """The first index at which the cumulative share of `weights` exceeds u, 0 <= u < 1.
 
     Sums of fixed blocks first, then within one block: a third of the time of a cumulative sum over a vocabulary.
     """
-    num_blocks = -(-len(weights) // _BLOCK)
-    whole = len(weights) // _BLOCK
-    sums = np.empty(num_blocks)
-    sums[:whole] = weights[: whole * _BLOCK].reshape(whole, _BLOCK).sum(axis=1)
-    if whole < num_blocks:
-        sums[whole] = weights[whole * _BLOCK :].sum()
-    ends = np.cumsum(sums)
+    ends = np.cumsum(_block_sums(weights), dtype=np.float64)
     goal = u * ends[-1]
     block = int(ends.searchsorted(goal, side="right"))
     first = block * _BLOCK
-    inside = np.cumsum(weights[first : first + _BLOCK])
+    inside = np.cumsum(weights[first : first + _BLOCK], dtype=np.float64)
     before = ends[block - 1] if block else 0.0
     at = int(inside.searchsorted(goal - before, side="right"))
     # The two sums of a block may round apart: then its last index of any weight is meant.
@@ -179,14 +189,12 @@ def _inverse_cdf(weights: Float64, u: float) -> int:
 
 
 def token_logprob(logits: Row, token_id: int, num_top: int) -> TokenLogprob:
-    """Log-softmax of one row, in float64, at `token_id` and at its `num_top` highest logits. O(V)."""
-    row = logits.astype(np.float64)
-    peak = row.max()
-    log_total = peak + np.log(np.exp(row - peak).sum())
+    """Log-softmax of one row at `token_id` and at its `num_top` highest logits, to 1e-6. O(V)."""
+    log_total = float(logits.max()) + math.log(_block_sums(_weights(logits, 1.0)).sum(dtype=np.float64))
 
     def value(i: int) -> float:
-        return max(LOGPROB_FLOOR, float(row[i] - log_total))
+        return max(LOGPROB_FLOOR, float(logits[i]) - log_total)
 
-    ids = largest(row, num_top) if num_top else np.zeros(0, np.int64)
-    top = ids[np.argsort(-row[ids], kind="stable")].tolist()
+    ids = largest(logits, num_top) if num_top else np.zeros(0, np.int64)
+    top = ids[np.argsort(-logits[ids], kind="stable")].tolist()
     return TokenLogprob(token_id, value(token_id), tuple((i, value(i)) for i in top))

@@ -51,9 +51,9 @@ class Sampler:
     presence_penalty and frequency_penalty (over output), logits_processors, tokens masked that its grammar does not
     allow, end ids masked while fewer than min_tokens are generated (unless they are all that can be drawn),
     temperature, top_k, top_p, min_p. Then one number u of [0, 1), a function of (seed, position) alone, picks the first
-    id, in order of ids, at which the cumulative probability of the kept tokens exceeds u. All of it in float64 (a
-    processor sees and gives fp32), a row at a time. Ties: arg-max, top_k and top_p prefer the lowest id. The logits are
-    never modified.
+    id, in order of ids, at which the cumulative probability of the kept tokens exceeds u. A row at a time; bias
+    and penalties in float64 (a processor sees and gives fp32), probabilities in fp32, sums of many in float64. Ties:
+    arg-max, top_k and top_p prefer the lowest id. The logits are never modified.
 
     Cost of a step over R rows of V logits: greedy rows without bias, penalties or grammar (and past their min_tokens)
     O(R * V) in a fixed number of vectorised calls; every other row O(V), plus its length where it has penalties, plus

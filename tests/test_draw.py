@@ -16,6 +16,7 @@ from paged.draw import LOGPROB_FLOOR, edit, edits_logits, largest, mask, pick, t
 from paged.sampling import SamplingParams
 
 INF = math.inf
+NEAR = 3e-6  # weights are fp32: what comes nearer to a border than this may fall on either side
 WORD = 2**64 - 1
 
 
@@ -177,9 +178,9 @@ def nucleus(weights: list[float], top_p: float) -> tuple[list[int], float]:
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.floats(0, 1, exclude_max=True), st.integers(1, 9))
 def test_top_p_keeps_the_smallest_set_that_is_heavy_enough(raw: list[int], top_p: float, head: int) -> None:
     logits = np.array([-i / 4 for i in raw], np.float32)
-    weights = np.exp(logits.astype(np.float64))
+    weights = np.exp(logits)
     expected, margin = nucleus(weights.tolist(), top_p)
-    assume(margin > 1e-9)
+    assume(margin > NEAR)
     usual = draw._HEAD
     draw._HEAD = head  # how many are sorted at first changes nothing
     try:
@@ -210,14 +211,14 @@ def test_the_largest_of_many_are_those_of_sorting_them(kind: str, size: int, dty
 @pytest.mark.parametrize("flat", [False, True])
 def test_top_p_over_a_vocabulary_larger_than_what_it_sorts_at_first(top_p: float, flat: bool) -> None:
     logits = np.random.default_rng(5).normal(0, 0.01 if flat else 6, 5000).astype(np.float32)
-    weights = np.exp(logits.astype(np.float64))
+    weights = np.exp(logits)
     kept = draw._nucleus(logits, weights, top_p)
     assert kept.tolist() == nucleus(weights.tolist(), top_p)[0]
 
 
 def test_top_p_zero_keeps_the_first_maximum() -> None:
     logits = np.array([0.0, 3.0, 3.0], np.float32)
-    assert draw._nucleus(logits, np.exp(logits.astype(np.float64)), 0.0).tolist() == [1]
+    assert draw._nucleus(logits, np.exp(logits), 0.0).tolist() == [1]
 
 
 # The draw
@@ -238,7 +239,7 @@ def first_beyond(weights: list[float], u: float) -> tuple[int, float]:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 0.25, 1.0]), min_size=1, max_size=40).filter(any),
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-9, 0.1, 0.25, 1.0]), min_size=1, max_size=40).filter(any),
     st.integers(1, 30),
     st.floats(0, ALMOST_ONE),
 )
@@ -247,16 +248,16 @@ def test_the_draw_is_the_first_index_whose_cumulative_share_exceeds_u(
 ) -> None:
     weights = weights * repeats  # up to 1200: several blocks
     expected, margin = first_beyond(weights, u)
-    assume(margin > 1e-9)
-    assert draw._inverse_cdf(np.array(weights), u) == expected
+    assume(margin > NEAR)
+    assert draw._inverse_cdf(np.array(weights, np.float32), u) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 511, 512, 513, 5000])
 def test_the_ends_of_the_range_pick_the_first_and_the_last_that_has_weight(size: int) -> None:
-    weights = np.random.default_rng(size).random(size) + 1e-3
+    weights = np.random.default_rng(size).random(size, np.float32) + 1e-3
     assert draw._inverse_cdf(weights, 0.0) == 0
     assert draw._inverse_cdf(weights, ALMOST_ONE) == size - 1
-    padded = np.concatenate([np.zeros(300), weights, np.zeros(700)])
+    padded = np.concatenate([np.zeros(300, np.float32), weights, np.zeros(700, np.float32)])
     assert draw._inverse_cdf(padded, 0.0) == 300
     assert draw._inverse_cdf(padded, ALMOST_ONE) == 300 + size - 1
 
@@ -264,9 +265,9 @@ def test_the_ends_of_the_range_pick_the_first_and_the_last_that_has_weight(size:
 def test_no_number_of_the_range_picks_what_has_no_weight() -> None:
     rng = np.random.default_rng(1)
     for _ in range(50):
-        weights = np.exp(rng.normal(0, 8, 1000)) * (rng.random(1000) < 0.02)
+        weights = np.exp(rng.normal(0, 8, 1000).astype(np.float32)) * (rng.random(1000) < 0.02)
         weights[500] = 1.0
-        ends = np.cumsum(weights)
+        ends = np.cumsum(weights, dtype=np.float64)
         edges = (ends / ends[-1])[np.flatnonzero(weights)]
         for u in np.clip(np.concatenate([edges, np.nextafter(edges, 0), np.nextafter(edges, 1)]), 0, ALMOST_ONE):
             assert weights[draw._inverse_cdf(weights, float(u))] > 0
@@ -320,8 +321,8 @@ def test_each_kept_id_has_exactly_its_share_of_the_range_in_order_of_ids(
     weights = [math.exp(float(logits[i]) / p.temperature) for i in kept]
     for n in range(1, len(kept)):
         border = math.fsum(weights[:n]) / math.fsum(weights)
-        assert pick(logits, p, border - 1e-12) == kept[n - 1]
-        assert pick(logits, p, border + 1e-12) == kept[n]
+        assert pick(logits, p, border - NEAR) == kept[n - 1]
+        assert pick(logits, p, border + NEAR) == kept[n]
 
 
 @pytest.mark.parametrize("position", [0, 3, 6])
@@ -348,9 +349,9 @@ def test_log_probabilities_are_those_of_the_softmax() -> None:
     logits = np.array([1.0, 3.0, 2.0, 3.0], np.float32)
     total = math.log(math.fsum(math.exp(x) for x in logits.tolist()))
     found = token_logprob(logits, 2, 3)
-    assert found.token_id == 2 and found.logprob == pytest.approx(2.0 - total, abs=1e-14)
+    assert found.token_id == 2 and found.logprob == pytest.approx(2.0 - total, abs=1e-6)
     assert [i for i, _ in found.top] == [1, 3, 2]  # of equal ones the lowest id first
-    assert [p for _, p in found.top] == pytest.approx([3 - total, 3 - total, 2 - total], abs=1e-14)
+    assert [p for _, p in found.top] == pytest.approx([3 - total, 3 - total, 2 - total], abs=1e-6)
     assert token_logprob(logits, 2, 0).top == ()
     assert [i for i, _ in token_logprob(logits, 0, 4).top] == [1, 3, 2, 0]
 
@@ -365,7 +366,7 @@ def test_of_many_equal_ones_the_lowest_ids_are_reported_in_order() -> None:
 def test_log_probabilities_sum_to_one_over_a_large_vocabulary() -> None:
     logits = np.random.default_rng(3).normal(0, 5, 3000).astype(np.float32)
     found = token_logprob(logits, 0, 3000)
-    assert math.fsum(math.exp(p) for _, p in found.top) == pytest.approx(1.0, abs=1e-12)
+    assert math.fsum(math.exp(p) for _, p in found.top) == pytest.approx(1.0, abs=1e-6)
     assert [p for _, p in found.top] == sorted((p for _, p in found.top), reverse=True)
 
 

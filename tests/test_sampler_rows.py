@@ -205,7 +205,7 @@ def test_any_row_agrees_with_plain_loops_over_python_floats(cases: list[dict[str
         u = float(uniforms(np.array([case["seed"]], np.uint64), int32(case["position"]))[0])
         ends = sorted({*case["ends"], *case["params"].stop_token_ids})
         case["token"], margin = oracle(case["row"], case["params"], u, case["prompt"], case["output"], ends)
-        assume(margin > 1e-9)
+        assume(margin > 3e-6)  # weights are fp32
     # Rows of one width go through one call; others alone.
     for size in {len(case["row"]) for case in cases}:
         same = [case for case in cases if len(case["row"]) == size]
