@@ -183,7 +183,7 @@ def _ids(settings: Mapping[str, Any], path: Path) -> list[int]:
     """eos_token_id of a config: an id or a list of ids."""
     ids = settings.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
+    if not all(type(token) is int and token >= 0 for token in ids):  # true is no id
         raise LoadError(f"{path}: expected an id or a list of ids for eos_token_id, found {ids!r}")
     return ids
 

@@ -188,7 +188,7 @@ def _list(
 
 def _id(metadata: Mapping[str, Any], name: str, size: int, source: str) -> int | None:
     token = metadata.get(f"tokenizer.ggml.{name}")
-    if token is not None and not (isinstance(token, int) and 0 <= token < size):
+    if token is not None and not (type(token) is int and 0 <= token < size):  # true is no id
         raise LoadError(f"{source}: expected an id below {size} for tokenizer.ggml.{name}, found {token!r}")
     return token
 

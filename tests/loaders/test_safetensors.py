@@ -219,6 +219,7 @@ def test_a_strange_index_is_refused(tmp_path: Path, index: Any, message: str) ->
         ("config.json", "[]", "config.json: expected a JSON object, found list"),
         ("generation_config.json", "nope", "generation_config.json: expected a JSON file"),
         ("generation_config.json", '{"eos_token_id": "x"}', "expected an id or a list of ids for eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": true}', "expected an id or a list of ids for eos_token_id"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: expected a JSON file"),
         ("tokenizer.json", "{}", "tokenizer.json: expected a tokenizer that the tokenizers package reads"),
         ("chat_template.jinja", "{% if", "chat_template.jinja: expected a Jinja chat template"),
