@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged.errors import Closed, ContextTooLong, GeometryMismatch, LoopsMismatch, OutOfPages
+from paged.errors import Closed, ContextTooLong, GeometryMismatch, LoopsMismatch, OutOfPages, require_integer
 from paged.kv.pages import Int32
 from paged.models.base import LanguageModel
 from paged.models.registry import load_model
 from paged.prefix.handles import PrefixHandle
-from paged.prefix.hashing import as_tokens
 from paged.prefix.pool import PrefixPool
 from paged.prefix.resume import ResumeHandle
 from paged.sampling import SamplingParams
@@ -21,8 +20,7 @@ from scheduler import generation
 from scheduler.engine import Engine
 from scheduler.generation import Call, memory
 from scheduler.intake import require_engine
-
-Stops = Sequence[str | Sequence[int]]
+from scheduler.stops import Stops, texts_and_ids
 
 
 @dataclass(slots=True)
@@ -306,6 +304,7 @@ class Model:
     ) -> ResumeHandle:
         """Compute a prefix at depth `L_used`, so that `resume_generate` can go on at any depth up to `max_loops`."""
         self._open("build_resume_handle")
+        L_used, max_loops = require_integer("L_used", L_used), require_integer("max_loops", max_loops)
         if max_loops > 64 or not 1 <= L_used <= max_loops:
             raise ValueError(f"1 <= L_used <= max_loops <= 64 must hold, got L_used {L_used} and max_loops {max_loops}")
         ids = self._prefix_args(tokens, L_used, cache_window)
@@ -332,6 +331,7 @@ class Model:
         """
         self._open("resume_generate")
         _require(handle, ResumeHandle, "handle")
+        new_L = require_integer("new_L", new_L)
         depth = new_L if loops is None else loops
         call = self._call(
             depth,
@@ -396,11 +396,9 @@ class Model:
     ) -> Call:
         """What a call asks for; `more` may hold num_beams and draft_loops, and further fields of SamplingParams."""
         depth = self.engine.model.view(loops, cache_window).loops  # refuses what the model does not take
-        if isinstance(stop_sequences, str):
-            stop_sequences = [stop_sequences]
-        texts = [stop for stop in stop_sequences if isinstance(stop, str)]
-        ids = tuple(tuple(as_tokens(stop).tolist()) for stop in stop_sequences if not isinstance(stop, str))
-        beams, drafts = more.pop("num_beams", 1), more.pop("draft_loops", 0)
+        texts, ids = texts_and_ids(stop_sequences, self.engine.model.vocab_size)
+        beams = require_integer("num_beams", more.pop("num_beams", 1))
+        drafts = require_integer("draft_loops", more.pop("draft_loops", 0))
         if drafts >= max(1, depth):
             raise ValueError(f"draft_loops must be at least 1 and below the {depth} loops of the call, got {drafts}")
         params = SamplingParams(**sampling, **more, stop=texts)

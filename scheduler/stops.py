@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from paged.errors import InvalidRequest
+from paged.kv.pages import Int32
+from paged.prefix.hashing import as_tokens
+
+Stops = str | Sequence[str | Sequence[int] | Int32]
+
+
+def texts_and_ids(stops: Stops, vocab_size: int) -> tuple[list[str], tuple[tuple[int, ...], ...]]:
+    """The strings among what ends a generation, and the sequences of token ids.
+
+    TypeError for what is neither, InvalidRequest for an id outside the vocabulary: nothing would ever end there.
+    """
+    expected = "a string, or a sequence of strings and of sequences of token ids"
+    if isinstance(stops, str):
+        stops = [stops]
+    if not isinstance(cast("object", stops), Iterable) or isinstance(stops, (bytes, Mapping)):
+        raise TypeError(f"stop_sequences must be {expected}, got {reprlib.repr(stops)}")
+    texts, ids = list[str](), list[tuple[int, ...]]()
+    for stop in stops:
+        if isinstance(stop, str):
+            texts.append(stop)
+            continue
+        try:
+            sequence: list[int] = as_tokens(stop).tolist()
+        except TypeError:
+            raise TypeError(f"stop_sequences must be {expected}, got {reprlib.repr(stop)} in it") from None
+        outside = [token for token in sequence if not 0 <= token < vocab_size]
+        if outside:
+            raise InvalidRequest(f"stop_sequences must hold token ids from 0 to {vocab_size - 1}, got {outside[0]}")
+        ids.append(tuple(sequence))
+    return texts, tuple(ids)
 
 
 class StopSequences:

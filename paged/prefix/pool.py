@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from sortedcontainers import SortedKeyList
 
-from paged.errors import check
+from paged.errors import check, require_integer
 from paged.kv.pages import Int32
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.hashing import as_tokens
@@ -88,6 +88,8 @@ class PrefixPool:
         share_depths: bool = False,
     ) -> None:
         """A capacity of 0 counts as 1. Takes no memory until something is registered."""
+        capacity = require_integer("capacity", capacity)
+        max_tokens, max_bytes = require_integer("max_tokens", max_tokens), require_integer("max_bytes", max_bytes)
         if capacity < 0 or max_tokens < 0 or max_bytes < 0:
             raise ValueError(
                 f"capacity, max_tokens and max_bytes must be 0 or more, got {capacity}, {max_tokens} and {max_bytes}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paged.errors import LoopsMismatch, check
+from paged.errors import LoopsMismatch, check, require_integer
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.hashing import as_tokens
 
@@ -32,6 +32,7 @@ class ResumeHandle(PrefixHandle):
 
         ValueError where `max_loops` is above 64 or below the depth of the session.
         """
+        max_loops = require_integer("max_loops", max_loops)
         if max_loops > MOST_LOOPS:
             raise ValueError(f"max_loops must be at most {MOST_LOOPS}, got {max_loops}")
         if not 1 <= session.view.loops <= max_loops:

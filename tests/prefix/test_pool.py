@@ -279,6 +279,13 @@ def test_bad_options_are_refused(options: dict, match: str) -> None:
         PrefixPool(**options)
 
 
+@pytest.mark.parametrize("name", ["capacity", "max_tokens", "max_bytes"])
+def test_bounds_that_are_no_integers_are_refused(name: str) -> None:
+    for bound in (2.5, "3", None):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got {bound!r}"):
+            PrefixPool(**{name: bound})
+
+
 def test_threads_may_register_and_match_at_once() -> None:
     h = Hand(400, 4)
     handles = [handle(h, span(10 * i, 8)) for i in range(32)]

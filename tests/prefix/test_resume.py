@@ -115,6 +115,8 @@ def test_what_cannot_be_a_handle_is_refused(model) -> None:
     residual = session.eval_residual(TOKENS)
     with pytest.raises(ValueError, match="max_loops must be at most 64, got 65"):
         ResumeHandle(session, [residual], 65)
+    with pytest.raises(TypeError, match="max_loops must be an integer, got None"):
+        ResumeHandle(session, [residual], None)
     with pytest.raises(ValueError, match="needs 1 <= loops <= max_loops, got 3 loops and max_loops 2"):
         ResumeHandle(session, [residual], 2)
     with pytest.raises(ValueError, match="the residual of 35 tokens is needed, got one of 34"):

@@ -259,6 +259,8 @@ def test_the_best_beams_come_first_and_one_of_them_is_that_of_n_1(api: Model) ->
         ({"num_beams": 2, "stop_sequences": ["x"]}, "as token ids, not as strings"),
         ({"draft_loops": 2, "stop_sequences": ["x"]}, "as token ids, not as strings"),
         ({"stop_sequences": [[1], []]}, "at least one token id"),
+        ({"stop_sequences": [[1, 512]]}, "stop_sequences must hold token ids from 0 to 511, got 512"),
+        ({"stop_sequences": [[-1], "x"]}, "from 0 to 511, got -1"),
         ({"draft_loops": 8}, "below the 8 loops"),
         ({"loops": 2, "draft_loops": 2}, "below the 2 loops"),
         ({"temperature": -1.0}, "temperature"),
@@ -278,10 +280,39 @@ def test_grammars_and_beams_do_not_go_together() -> None:
         api.generate([1, 2], grammar=Grammar.regex("a"), num_beams=2)
 
 
-@pytest.mark.parametrize("more", [{"best_of": 3}, {"stop_sequences": [5, 6]}, {"top_k": "many"}], ids=str)
-def test_arguments_of_another_kind_are_type_errors(api: Model, more: dict) -> None:
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"top_k": "many"}, "top_k must be an integer"),
+        ({"num_beams": 2.5}, "num_beams must be an integer, got 2.5"),
+        ({"num_beams": None}, "num_beams must be an integer, got None"),
+        ({"draft_loops": "1"}, "draft_loops must be an integer, got '1'"),
+        ({"stop_sequences": None}, "stop_sequences must be a string, or a sequence of .*, got None"),
+        ({"stop_sequences": b"ab"}, "stop_sequences must be a string, or a sequence of .*, got b'ab'"),
+        ({"stop_sequences": [5, 6]}, "stop_sequences must be a string, or a sequence of .*, got 5 in it"),
+        ({"stop_sequences": [[1], [0.5]]}, r"stop_sequences must be .*, got \[0.5\] in it"),
+    ],
+)
+def test_arguments_of_another_kind_are_type_errors(api: Model, more: dict, match: str) -> None:
+    with counting(api.engine.model) as work, pytest.raises(TypeError, match=match):
         api.generate(prompt_of(5), **more)
+    assert work.forwards == 0
+
+
+def test_depths_of_another_kind_are_type_errors_that_name_the_argument(api: Model) -> None:
+    for arguments, match in (
+        (("4",), "L_used must be an integer, got '4'"),
+        ((None,), "L_used must be an integer, got None"),
+        ((4, None), "max_loops must be an integer, got None"),
+        ((4, 8.5), "max_loops must be an integer, got 8.5"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            api.build_resume_handle(prompt_of(5), *arguments)
+    handle = api.build_resume_handle(prompt_of(5), 4)
+    for depth in (None, 6.0):
+        with pytest.raises(TypeError, match=f"new_L must be an integer, got {depth}"):
+            api.resume_generate(handle, depth)
 
 
 # Prefixes and depths ----------------------------------------------------------------------------------------------

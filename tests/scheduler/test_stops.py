@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.stops import StopSequences
+from scheduler.stops import StopSequences, texts_and_ids
 
 
 def run(stops: list[list[int]], tokens: list[int]) -> tuple[list[int], bool, int]:
@@ -70,7 +71,6 @@ def test_flushing_twice_gives_nothing_twice() -> None:
 
 
 def test_arrays_of_any_kind_are_sequences() -> None:
-    import numpy as np
 
     one = StopSequences([np.array([1, 2], np.int64), (3,)])
     assert one.push(1) == [] and one.push(2) == [] and one.ended
@@ -79,3 +79,11 @@ def test_arrays_of_any_kind_are_sequences() -> None:
 def test_a_sequence_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token id"):
         StopSequences([[1], []])
+
+
+def test_strings_and_ids_are_told_apart_whatever_holds_them() -> None:
+    ids = np.array([[1, 2], [3, 4]])
+    assert texts_and_ids(["a", [5], "b", (6, 7), ids[0]], 10) == (["a", "b"], ((5,), (6, 7), (1, 2)))
+    assert texts_and_ids("ab", 10) == (["ab"], ())
+    assert texts_and_ids(ids, 10) == ([], ((1, 2), (3, 4)))  # type: ignore[arg-type]
+    assert texts_and_ids((), 10) == ([], ())
