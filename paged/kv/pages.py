@@ -10,7 +10,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from paged.errors import OutOfPages, UnsupportedShape, check
+from paged.errors import OutOfPages, UnsupportedShape, check, require_integer
 
 if TYPE_CHECKING:
     from paged.kv.storage import PageStorage
@@ -50,6 +50,7 @@ class PagePool:
         max_pages: int | None = None,
     ) -> None:
         """`max_pages` above `num_pages` lets the pool double, up to that size, before anything is evicted."""
+        num_pages, page_size = require_integer("num_pages", num_pages), require_integer("page_size", page_size)
         if not 1 <= num_pages <= MAX_PAGES:
             raise UnsupportedShape(f"num_pages must be between 1 and {MAX_PAGES}, got {num_pages}")
         if (max_pages or 0) > MAX_PAGES:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from paged.errors import UnsupportedShape, check
+from paged.errors import UnsupportedShape, check, require_integer
 from paged.kv.codecs import get_codec
 from paged.spec import KVSpec
 
@@ -37,6 +37,7 @@ class PageStorage:
     ) -> None:
         """`kv_dtype` is the name of a codec; with "-h" behind it (store-h) pages hold `input_size` values of the input
         of each attention block instead of K and V. UnsupportedShape where that saves nothing."""
+        num_pages, page_size = require_integer("num_pages", num_pages), require_integer("page_size", page_size)
         if page_size < 1:
             raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
         if num_pages < 1:

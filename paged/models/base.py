@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paged.errors import UnsupportedShape
+from paged.errors import UnsupportedShape, require_integer
 from paged.kv.pages import PagePool
 from paged.kv.state import StatePool
 from paged.kv.storage import PageStorage
@@ -134,12 +134,13 @@ class LanguageModel:
         Its size is `num_pages`, else as many pages as fit in `num_bytes`, else four sequences of `max_seq_len`
         tokens. On the CPU a page that is never written costs address space, not memory.
         """
+        page_size = require_integer("page_size", page_size)
         if page_size < 1:
             raise UnsupportedShape(f"page_size must be at least 1 token, got {page_size}")
         codec = self.default_kv_dtype() if kv_dtype == "auto" else kv_dtype
         if num_pages is None and num_bytes is not None:
             one = PageStorage(self.spec, 1, page_size, codec, self.device, self.input_size).page_bytes
-            num_pages = num_bytes // one
+            num_pages = require_integer("num_bytes", num_bytes) // one
             if num_pages < 1:
                 raise ValueError(f"num_bytes must hold at least one page of {one} bytes, got {num_bytes}")
         if num_pages is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paged.errors import GeometryMismatch, SessionInUse
+from paged.errors import GeometryMismatch, SessionInUse, require_integer
 from paged.kv.pages import PagePool
 from paged.media import is_inside, span_start
 from paged.prefix.checkpoints import CheckpointStore
@@ -59,6 +59,11 @@ class PrefixCache(PageTree):
         max_pinned_pages: int | None = None,
         hash_page: PageHash = page_hash,  # type: ignore[assignment]
     ) -> None:
+        """TypeError for a bound that is no integer, ValueError for one below 0; only `max_states` counts as 0 then."""
+        for name, bound in (("max_pages", max_pages), ("max_states", max_states), ("max_state_bytes", max_state_bytes)):
+            require_integer(name, bound)
+        if max_pinned_pages is not None and require_integer("max_pinned_pages", max_pinned_pages) < 0:
+            raise ValueError(f"max_pinned_pages must be 0 or more, got {max_pinned_pages}")
         super().__init__(pool, max_pages, policy, partial, hash_page)
         self.checkpoints: CheckpointStore | None = None
         if pool.state_spec is not None:

@@ -286,6 +286,12 @@ def test_sizes_that_no_pool_can_have_are_refused(arguments: dict[str, int], mess
         PagePool(**arguments)
 
 
+@pytest.mark.parametrize("name", ["num_pages", "page_size"])
+def test_sizes_that_are_no_integers_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got 2.5"):
+        PagePool(**{"num_pages": 4, name: 2.5})
+
+
 def test_a_page_can_be_as_small_as_one_token() -> None:
     pool = PagePool(2, page_size=1)
     assert pool.alloc(2).tolist() == [0, 1]

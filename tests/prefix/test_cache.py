@@ -429,6 +429,15 @@ def test_a_pool_without_storage_can_be_served_too() -> None:
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="max_pages must be 0"):
         PrefixCache(PagePool(4), max_pages=-1)
+    with pytest.raises(ValueError, match="max_pinned_pages must be 0 or more, got -1"):
+        PrefixCache(PagePool(4), max_pinned_pages=-1)
+
+
+@pytest.mark.parametrize("name", ["max_pages", "max_states", "max_state_bytes", "max_pinned_pages"])
+def test_a_bound_that_is_no_integer_is_refused(name: str) -> None:
+    for bound in (2.5, "many"):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got {bound!r}"):
+            PrefixCache(PagePool(4), **{name: bound})
 
 
 # Letting go of everything -----------------------------------------------------------------------------------------
