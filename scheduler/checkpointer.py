@@ -34,7 +34,8 @@ class Checkpointer:
     the opening of its conversation, its own stable part (where the caller names none: the place where it leaves a
     cached checkpoint, or another running request), and the end of its last message (where the caller names none: one
     token short of the prompt, so that the same prompt again attaches all of it; this one yields to the others). A
-    request that ends, or is preempted, leaves one more at its last computed token.
+    request that is preempted leaves one more at its last computed token, and one that ends where that lies a page past
+    the last.
 
     A request whose stop a running one is about to reach waits for it instead of computing the same tokens; that ends,
     since a running prefill advances in every step. No checkpoint is left inside a media span.
