@@ -86,6 +86,11 @@ class AsyncStream:
                 with suppress(Closed):
                     await asyncio.wrap_future(self._steps.call(lambda: sync.cancel_call(samples)))
 
+    async def stop(self) -> None:
+        """End the request where it stands, unless it has ended, as one that is complete: with finish_reason "stop"."""
+        self._samples.ending = "stop"
+        await self.aclose()
+
     async def __aenter__(self) -> AsyncStream:
         return self
 

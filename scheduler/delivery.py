@@ -77,13 +77,13 @@ class Delivery:
             self.cancel(self.doomed.popleft())
 
     def cancel(self, samples: Samples) -> bool:
-        """End what is live of a call with "cancelled", after the step that runs, if one does; False: nothing is."""
+        """End what is live of a call as its `ending` says, after the step that runs, if one does; False: nothing is."""
         if self.calls.get(samples.id) is not samples:
             return False
         if self.stepping:
             self.doomed.append(samples)
         else:
-            self.end_call(samples, "cancelled")
+            self.end_call(samples, samples.ending)
         return True
 
     def end_call(self, samples: Samples, reason: str, error: str = "") -> None:
@@ -152,6 +152,8 @@ class Delivery:
     def end(self, live: Live, reason: str, error: str = "") -> None:
         """End a live request now."""
         live.request.error = error
+        if reason == "stop":
+            live.stopped_by = "the reader"
         self.scheduler.finish(live.request, reason)
         self._close(live, Event(live.request.id))
 

@@ -79,17 +79,23 @@ def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) 
 
 def stream(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
     """The tokens of one continuation as they come, but for those that may turn out to be part of a stop sequence."""
-    source = _drafted(engine, tokens, prefix, call) if call.draft_loops else _requested(engine, tokens, prefix, call)
-    with closing(source):
-        if not call.token_stops:
-            yield from source
-            return
-        stops = StopSequences(call.token_stops)
-        for token in source:
-            yield from stops.push(token)
-            if stops.ended:
-                return
-        yield from stops.flush()
+    stops = StopSequences(call.token_stops)
+    if call.draft_loops:
+        with closing(_drafted(engine, tokens, prefix, call)) as source:
+            for token in source:
+                yield from stops.push(token)
+                if stops.ended:
+                    return
+    else:
+        with engine.stream(tokens, call.params, **_options(prefix, call)) as events:
+            for token in (token for event in events for token in event.token_ids):
+                yield from stops.push(token)
+                if stops.ended:
+                    events.stop()
+                    return
+        assert events.output is not None
+        _require_end(engine, events.output)
+    yield from stops.flush()
 
 
 def fit(engine: Engine, tokens: Int32, call: Call) -> None:
@@ -119,14 +125,6 @@ def memory() -> Iterator[None]:
 
 def _options(prefix: PrefixHandle | None, call: Call) -> RequestOptions:
     return {"loops": call.loops, "cache_window": call.cache_window, "prefix": prefix}
-
-
-def _requested(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) -> Generator[int]:
-    with engine.stream(tokens, call.params, **_options(prefix, call)) as events:
-        for event in events:
-            yield from event.token_ids
-    if events.output is not None:
-        _require_end(engine, events.output)
 
 
 def _require_end(engine: Engine, output: RequestOutput) -> None:

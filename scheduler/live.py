@@ -26,7 +26,7 @@ class Live:
         self.request: Request = samples.requests[index]
         self.text = text
         self.times = Times(perf_counter())
-        self.stopped_by = ""  # "stop string" or "grammar", where one of them ended it
+        self.stopped_by = ""  # "stop string", "grammar" or "the reader", where one of them ended it
         self.token_ids: list[int] = []
         self.logprobs: list[object] | None = None if self.request.params.logprobs is None else []
 

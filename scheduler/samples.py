@@ -29,11 +29,12 @@ class Samples:
     them, and compute the rest of it, at most a page.
     """
 
-    __slots__ = ("__weakref__", "_ended", "output", "requests", "sink")
+    __slots__ = ("__weakref__", "_ended", "ending", "output", "requests", "sink")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
         self.sink: Sink | None = None
+        self.ending = "cancelled"  # the finish_reason of what is left when the reader goes
         self.output: RequestOutput | None = None
         self._ended: dict[int, RequestOutput] = {}
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Stream:
     """Iterates over the events of one request; the last one carries the output, which `output` keeps.
 
-    Closing it, leaving a `with` block, or letting it be collected before the end cancels the request.
+    Closing it, leaving a `with` block, or letting it be collected before the end cancels the request; `stop` ends it as
+    complete, for a reader that knows an end of its own.
     """
 
     def __init__(self, engine: Engine, samples: Samples) -> None:
@@ -43,6 +44,11 @@ class Stream:
     def close(self) -> None:
         """Cancel the request unless it has ended."""
         self._engine.cancel_call(self._samples)
+
+    def stop(self) -> None:
+        """End the request where it stands, unless it has ended, as one that is complete: with finish_reason "stop"."""
+        self._samples.ending = "stop"
+        self.close()
 
     def __enter__(self) -> Stream:
         return self

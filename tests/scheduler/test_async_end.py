@@ -151,3 +151,15 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_a_reader_that_knows_an_end_of_its_own_stops_a_request_as_complete() -> None:
+    async def main() -> None:
+        async with engine_of() as engine:
+            stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=4000))
+            async for _ in stream:
+                await stream.stop()
+            assert stream.output.finish_reason == "stop" and 1 <= len(stream.output.token_ids) < 4000
+            assert (await engine.stats())["num_cancelled"] == 0
+
+    run(main())

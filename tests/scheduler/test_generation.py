@@ -19,6 +19,7 @@ from paged import (
     SamplingParams,
 )
 from scheduler import Engine, Model
+from scheduler.events import Finished
 from scheduler.generation import Call, fit, memory, run, stream
 
 
@@ -228,7 +229,21 @@ def test_tokens_that_may_begin_a_stop_sequence_are_held_until_they_do_not() -> N
         assert plain[4] != 96
         source = stream(api.engine, tokens([1, 2, 3]), None, call(10, token_stops=stops))
         assert list(source) == plain[:6]
-        assert live_pages(api) == 0 and not api.engine.has_work  # the request was cancelled with the stop
+        assert live_pages(api) == 0 and not api.engine.has_work  # the request ended with the stop
+
+
+def test_an_end_at_a_stop_sequence_is_no_cancellation() -> None:
+    with opened(EchoModel(97), num_pages=30) as api:
+        told = []
+        api.engine.subscribe(told.append)
+        plain = run(api.engine, tokens([1, 2, 3]), None, call(10))[0]
+        assert run(api.engine, tokens([1, 2, 3]), None, call(10, token_stops=((plain[2], plain[3]),)))[0] == plain[:2]
+        assert api.engine.stats()["num_cancelled"] == 0
+        assert [event.reason for event in told if isinstance(event, Finished)] == ["length", "stop"]
+        source = stream(api.engine, tokens([1, 2, 3]), None, call(10, token_stops=((96, 96),)))
+        next(source)
+        source.close()  # its reader has gone
+        assert api.engine.stats()["num_cancelled"] == 1
 
 
 def test_a_request_ended_by_somebody_else_is_not_taken_for_a_short_answer() -> None:

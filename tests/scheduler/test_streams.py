@@ -130,3 +130,29 @@ def test_a_victim_early_in_the_list_costs_the_next_one_no_step(policy: str) -> N
     assert set(d.plans[-1]) == set(d.running()) and len(d.running()) == 3
     d.run()
     d.expect_all_exact()
+
+
+def test_a_reader_that_knows_an_end_of_its_own_stops_a_request_as_complete() -> None:
+    with engine() as e:
+        whole = e.generate([[1, 2, 3]], GREEDY)[0].token_ids
+        stream, seen = e.stream([1, 2, 3], GREEDY), []
+        for event in stream:
+            seen += event.token_ids
+            if len(seen) >= 3:
+                stream.stop()
+        assert stream.output is not None and stream.output.finish_reason == "stop"
+        assert stream.output.token_ids == seen == whole[:3]
+        assert e.explain(stream.request_id)["stop_reason"] == "the reader"
+        stream.stop()  # once more does nothing
+        assert e.stats()["num_cancelled"] == 0 and not e.has_work
+        e.check()
+
+
+def test_every_sample_of_a_stopped_stream_is_complete() -> None:
+    with engine() as e:
+        stream = e.stream([1, 2, 3], SamplingParams(max_tokens=8, temperature=1.0, n=2, seed=1))
+        next(stream)
+        stream.stop()
+        assert [sample.finish_reason for sample in stream.output.samples] == ["stop", "stop"]
+        assert e.stats()["num_cancelled"] == 0
+        e.check()
