@@ -23,6 +23,7 @@ class Stream:
         self._engine = engine
         self._samples = samples
         self._events: deque[Event] = deque()
+        self._done = False
         self.request_id = samples.id
         engine.start(samples, self._events.append)
 
@@ -35,11 +36,16 @@ class Stream:
         return self
 
     def __next__(self) -> Event:
+        if self._done:
+            raise StopIteration
         while not self._events:
-            if self._samples.output is not None:
-                raise StopIteration
+            ended = self._samples.output is not None
             self._engine.drive(self._samples, self._events)
-        return self._events.popleft()
+            if ended and not self._events:  # looked at behind the step of another thread that ended it
+                raise StopIteration
+        event = self._events.popleft()
+        self._done = event.finished
+        return event
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""

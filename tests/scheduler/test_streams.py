@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from byhand import span
 from driver import Driver
 from fakes import EchoModel
+from gated import PATIENCE_S
 
 from paged.errors import QueueFull
 from paged.sampling import SamplingParams
@@ -156,3 +159,23 @@ def test_every_sample_of_a_stopped_stream_is_complete() -> None:
         assert [sample.finish_reason for sample in stream.output.samples] == ["stop", "stop"]
         assert e.stats()["num_cancelled"] == 0
         e.check()
+
+
+def test_the_last_event_comes_where_another_thread_is_just_about_to_hand_it_out() -> None:
+    with engine() as e:
+        stream = e.stream([1, 2, 3], SamplingParams(max_tokens=1))
+        sink, handing, go_on = stream._samples.sink, threading.Event(), threading.Event()
+
+        def late(event) -> None:
+            handing.set()
+            assert go_on.wait(PATIENCE_S)
+            sink(event)
+
+        stream._samples.sink = late
+        other = threading.Thread(target=e.step)
+        other.start()
+        assert handing.wait(PATIENCE_S) and stream.output is not None
+        threading.Timer(0.2, go_on.set).start()
+        events = list(stream)
+        other.join()
+        assert [event.token_ids for event in events] == [stream.output.token_ids]
