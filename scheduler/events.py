@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -69,32 +71,43 @@ class Subscribers:
         self._waiting: deque[RequestEvent] = deque()
         self._telling = False
         self._failed: set[int] = set()  # ids of callbacks whose failure the log has
+        self._lock = threading.RLock()  # of the lists: who ends a subscription does not wait for a step
 
     def add(self, callback: Callable[[RequestEvent], object]) -> Callable[[], None]:
-        """Tell `callback` of requests; returns what ends that."""
-        self.requests = [*self.requests, callback]  # a new list: the old one may be gone through right now
+        """Tell `callback` of requests; returns what ends that, from any thread."""
+        with self._lock:
+            self.requests = [*self.requests, callback]  # a new list: the old one may be gone through right now
 
         def remove() -> None:
-            self.requests = [other for other in self.requests if other is not callback]
-            self._failed.discard(id(callback))
+            with self._lock:
+                self.requests = self._without(self.requests, callback)
 
-        return remove
+        return _once(remove)
 
     def add_pages(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
         """Tell `callback` of cached pages; returns what ends that. RuntimeError if there is no cache of pages."""
         if self.cache is None:
             raise RuntimeError("this engine was made with prefix_cache=False: no page event will ever come")
-        self.pages = [*self.pages, callback]
-        self.cache.listen = self._tell_pages
+        with self._lock:
+            self.pages = [*self.pages, callback]
+            self.cache.listen = self._tell_pages
 
         def remove() -> None:
             assert self.cache is not None
-            self.pages = [other for other in self.pages if other is not callback]
-            self._failed.discard(id(callback))
-            if not self.pages:
-                self.cache.listen = None  # the cache has a shorter way where nobody listens
+            with self._lock:
+                self.pages = self._without(self.pages, callback)
+                if not self.pages:
+                    self.cache.listen = None  # the cache has a shorter way where nobody listens
 
-        return remove
+        return _once(remove)
+
+    def _without(
+        self, callbacks: list[Callable[[Told], object]], one: Callable[[Told], object]
+    ) -> list[Callable[[Told], object]]:
+        """The list without the first of its entries that is `one`: it may have been subscribed several times."""
+        at = next(i for i, other in enumerate(callbacks) if other is one)
+        self._failed.discard(id(one))
+        return [*callbacks[:at], *callbacks[at + 1 :]]
 
     def admitted(self, request: Request, matched: int, resumed: bool) -> None:
         """Note that `request` got a slot with `matched` tokens attached, not for the first time if it `resumed`."""
@@ -144,3 +157,14 @@ class Subscribers:
             if id(callback) not in self._failed:
                 self._failed.add(id(callback))
                 log.exception("a subscriber failed with %s; it is called again with the next event", event)
+
+
+def _once(function: Callable[[], None]) -> Callable[[], None]:
+    """Calls `function` the first time; further calls, of any thread, do nothing."""
+    left = [function]
+
+    def call() -> None:
+        with suppress(IndexError):
+            left.pop()()
+
+    return call

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 from byhand import span
 from fakes import EchoModel
+from gated import join
 
 from paged.prefix.events import PageMirror, PagesStored
 from scheduler import Engine, SamplingParams, SchedulerConfig
@@ -108,6 +112,41 @@ def test_who_unsubscribes_hears_no_more_and_the_others_go_on() -> None:
     stop()
     engine.generate([[2]], PARAMS)
     assert (len(first), len(second)) == (2, 4)
+
+
+def test_a_function_that_was_subscribed_twice_is_told_until_both_have_ended() -> None:
+    engine = engine_of()
+    calls: list = []
+    tell = calls.append
+    once, again = engine.subscribe(tell), engine.subscribe(tell)
+    once()
+    once()
+    engine.generate([[1]], PARAMS)
+    assert len(calls) == 2
+    again()
+    engine.generate([[2]], PARAMS)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_subscriptions_that_threads_begin_and_end_do_not_undo_each_other(pages: bool) -> None:
+    engine = engine_of()
+    subscribe = engine.subscribe_pages if pages else engine.subscribe
+
+    def work() -> None:
+        for _ in range(500):
+            subscribe(lambda event: None)  # stays
+            subscribe(lambda event: None)()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        join(threads)
+    finally:
+        sys.setswitchinterval(interval)
+    subscribers = engine.delivery.subscribers
+    assert len(subscribers.pages if pages else subscribers.requests) == 2000
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
