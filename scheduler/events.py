@@ -93,11 +93,8 @@ class Subscribers:
             self.cache.listen = self._tell_pages
 
         def remove() -> None:
-            assert self.cache is not None
             with self._lock:
-                self.pages = self._without(self.pages, callback)
-                if not self.pages:
-                    self.cache.listen = None  # the cache has a shorter way where nobody listens
+                self.pages = self._without(self.pages, callback)  # the cache goes on telling until the step is over
 
         return _once(remove)
 
@@ -134,6 +131,10 @@ class Subscribers:
 
     def tell(self) -> None:
         """Call back with what was noted. A callback may call the engine: no step runs now."""
+        if self.cache is not None and self.cache.listen == self._tell_pages and not self.pages:
+            with self._lock:
+                if not self.pages:
+                    self.cache.listen = None  # the cache has a shorter way where nobody listens
         if self._telling:  # a callback called the engine: what comes of that is told behind this event
             return
         self._telling = True

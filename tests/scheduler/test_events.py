@@ -242,9 +242,26 @@ def test_page_events_rebuild_the_index_and_end_with_their_last_subscriber() -> N
     stops[0]()
     assert engine.cache.listen is not None
     stops[1]()
+    engine.step()
     assert engine.cache.listen is None
     with pytest.raises(RuntimeError, match="prefix_cache=False"):
         engine_of(prefix_cache=False).subscribe_pages(events.append)
+
+
+def test_a_subscription_that_ends_while_a_step_runs_leaves_the_cache_its_listener_until_then() -> None:
+    """The step may just have looked whether there is one."""
+    engine, events = engine_of(), []
+    stop, forward, seen = engine.subscribe_pages(events.append), engine.model.forward, []
+
+    def unsubscribing(batch, storage):
+        thread = threading.Thread(target=stop)
+        join([thread])
+        seen.append(engine.cache.listen)
+        return forward(batch, storage)
+
+    engine.model.forward = unsubscribing
+    engine.generate([span(0, 40)], SamplingParams(max_tokens=1))
+    assert None not in seen and events == [] and engine.cache.listen is None
 
 
 def test_the_last_rows_of_who_attached_all_of_its_full_pages_are_told_too() -> None:
