@@ -45,9 +45,10 @@ class Delivery:
         self.latencies = Latencies()
 
     def add(self, samples: Samples) -> None:
-        """Know a call by its id. DuplicateRequest while another one has it."""
-        if samples.id in self.calls:
-            raise DuplicateRequest(f"a request with id {samples.id!r} is still live; choose another id")
+        """Know a call by its id. DuplicateRequest while another one has it, or that of one of its samples."""
+        for request in samples.requests:  # before any is queued, so that nobody hears of one that is not to run
+            if request.id in self.calls or request.id in self.live:
+                raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
         self.calls[samples.id] = samples
 
     def open(self, samples: Samples, index: int) -> Live:
@@ -121,13 +122,14 @@ class Delivery:
             live = self.live.get(request.id)
             if live is None or live.request is not request:
                 continue
-            if not live.token_ids:
-                live.times.first_token = now
             event = event or Event(request.id)
             row = i if rows is None else int(rows[i])
+            if not live.token_ids and row not in bad:
+                live.times.first_token = now
             last = i + 1 == len(requests) or requests[i + 1] is not request
             stopped = False
             if row in bad:
+                self.scheduler.stats.generated_tokens -= 1  # what the commit took for its token was not drawn
                 self._fail(request, bad[row])
             elif not (last and request.finish_reason == "stop") or request.params.include_stop:
                 event.token_ids.append(token)
@@ -202,8 +204,8 @@ class Delivery:
 
     def _close(self, live: Live, event: Event) -> None:
         request = live.request
-        event.finish_reason = request.finish_reason or "error"
-        rest, output = live.close(event.finish_reason)
+        rest, output = live.close(request.finish_reason or "error")
+        event.finish_reason = request.finish_reason = output.finish_reason
         event.text += rest
         del self.live[request.id]
         live.times.ended = perf_counter()

@@ -49,7 +49,8 @@ class Live:
             try:
                 rest = self.text.flush()
             except Exception as error:  # what cannot be decoded ends this request alone
-                reason, request.error = "error", f"{type(error).__name__}: {error}"
+                if reason != "cancelled":
+                    reason, request.error = "error", f"{type(error).__name__}: {error}"
         output = RequestOutput(
             request_id=request.id,
             token_ids=self.token_ids,

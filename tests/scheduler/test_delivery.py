@@ -9,6 +9,7 @@ from byhand import span
 from fakes import ByteTokenizer, EchoModel, ScriptModel
 
 from paged.errors import Closed
+from paged.text import OutputText
 from scheduler import Engine, SamplingParams, SchedulerConfig
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -110,6 +111,31 @@ def test_closing_from_within_a_step_gives_all_pages_back_at_its_end() -> None:
     assert engine.pool.num_free == 32 and not engine.has_work
     with pytest.raises(Closed):
         engine.submit([1])
+
+
+@pytest.mark.parametrize("ending", ["length", "cancelled"])
+def test_where_the_end_of_a_text_fails_everybody_hears_the_same_of_it(monkeypatch, ending: str) -> None:
+    def failing(self) -> str:
+        raise ValueError("no such character")
+
+    engine = engine_of()
+    engine.model.tokenizer = ByteTokenizer([b"a"] * engine.model.vocab_size)
+    told: list = []
+    engine.subscribe(told.append)
+    monkeypatch.setattr(OutputText, "flush", failing)
+    stream = engine.stream([1, 2], PARAMS, request_id="a")
+    if ending == "cancelled":
+        next(stream)
+        stream.close()
+    *_, last = stream
+    want = ("error", "ValueError: no such character") if ending == "length" else ("cancelled", "")
+    account = engine.explain("a")
+    assert (last.output.finish_reason, last.output.error) == want
+    assert (account["finish_reason"], account["error"]) == want
+    assert (told[-1].reason, told[-1].error) == want
+    assert last.finish_reason == want[0] and account["stop_reason"] is None
+    assert engine.delivery.latencies.end_to_end.counts.sum() == 0
+    assert engine.stats()["num_cancelled"] == (ending == "cancelled")
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "collect"])

@@ -110,3 +110,14 @@ def test_explain_says_what_ended_a_request_and_what_it_lost() -> None:
     engine.submit([1, 2], request_id="gone")
     engine.cancel("gone")
     assert engine.explain("gone")["stop_reason"] is None
+
+
+def test_where_no_token_was_drawn_none_is_counted_and_none_came_first() -> None:
+    engine = Engine(EchoModel(), num_pages=32)
+    forward = engine.model.forward
+    engine.model.forward = lambda batch, storage: forward(batch, storage) * float("nan")  # type: ignore[method-assign]
+    [output] = engine.generate([[1, 2, 3]], request_id="bad")
+    assert (output.finish_reason, output.token_ids) == ("error", [])
+    assert engine.stats()["generated_tokens"] == 0
+    assert engine.explain("bad")["time_to_first_token_s"] is None
+    assert engine.delivery.latencies.time_to_first_token.counts.sum() == 0

@@ -341,10 +341,15 @@ def test_an_id_is_taken_until_the_last_sample_has_ended() -> None:
 def test_samples_whose_names_are_taken_are_refused_all_together() -> None:
     engine = engine_of()
     engine.submit([1, 2], seeded(1), request_id="a/2")
+    told: list = []
+    engine.subscribe(told.append)
     with pytest.raises(DuplicateRequest, match="'a/2' is still live"):
         engine.submit(prompt_of(20), seeded(4), request_id="a")
     engine.check()
     assert list(engine.scheduler.requests) == ["a/2"]
+    assert told == [] and engine.stats()["num_finished"] == 0
+    with pytest.raises(KeyError):
+        engine.explain("a")
     events = stepped(engine)
     assert {e.request_id for e in events} == {"a/2"}
     assert engine.stats()["num_cancelled"] == 0
