@@ -240,7 +240,8 @@ class PrefixCache(PageTree):
         return self.pins.add(pages[pages >= 0], covered, namespace, ttl_s, priority, preview, checkpoint)
 
     def unpin(self, pin: Pin) -> bool:
-        """Let a pinned prefix go; it stays cached until its turn to be evicted. False if the pin had ended before."""
+        """Let a pinned prefix go; it stays cached until its turn to be evicted. False if the pin had ended before,
+        or is one of another cache."""
         return self.pins.end(pin)
 
     def drop(self, namespace: str = "", **fields: object) -> int:

@@ -112,9 +112,10 @@ class Pins:
         return doomed
 
     def end(self, pin: Pin) -> bool:
-        """Let a pin go; False if it had ended before."""
-        if self._pins.pop(pin.id, None) is None:
+        """Let a pin go; False if it had ended before, or is one of another cache: its number may be that of one here."""
+        if self._pins.get(pin.id) is not pin:
             return False
+        del self._pins[pin.id]
         if pin.checkpoint is not None:
             pin.checkpoint.pins -= 1
         self.pool.release(pin.pages)

@@ -189,3 +189,16 @@ def test_check_notices_more_pages_than_the_budget() -> None:
     h.cache.pin(ONE)
     h.cache.pins.max_pages = 1
     expect_check_fails(h.cache.pins, "the budget is 1")
+
+
+def test_a_pin_of_another_cache_ends_nothing_here() -> None:
+    """Both caches count their pins from 1: the number of one is that of another pin in the other."""
+    (ours, _), (other, _) = hand(), hand()
+    mine = ours.cache.pin(ONE)
+    theirs = other.cache.pin([*TWO, *THREE])
+    assert theirs.id == mine.id
+    assert not ours.cache.unpin(theirs)
+    assert list(ours.cache.pins) == [mine]
+    assert ours.pool.num_live == 2
+    for h in (ours, other):
+        h.check()
