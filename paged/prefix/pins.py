@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paged.errors import OutOfPages, check
+from paged.errors import OutOfPages, check, require_integer
 from paged.kv.pages import Int32, PagePool
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class Pins:
         checkpoint: Checkpoint | None = None,
     ) -> Pin:
         """Pin cached pages. OutOfPages, and nothing changed, where the budget does not allow it."""
-        if ttl_s is not None and ttl_s <= 0:
+        priority = require_integer("priority", priority)  # what cannot be compared would fail every later pin
+        if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s must be above 0, or None for no end, got {ttl_s}")
         self.expire()
         doomed = self._displaced_by(pages, priority)
@@ -112,7 +113,7 @@ class Pins:
         return doomed
 
     def end(self, pin: Pin) -> bool:
-        """Let a pin go; False if it had ended before, or is one of another cache: its number may be that of one here."""
+        """Let a pin go; False if it had ended before, or is of another cache: numbers agree between caches."""
         if self._pins.get(pin.id) is not pin:
             return False
         del self._pins[pin.id]

@@ -202,3 +202,20 @@ def test_a_pin_of_another_cache_ends_nothing_here() -> None:
     assert ours.pool.num_live == 2
     for h in (ours, other):
         h.check()
+
+
+@pytest.mark.parametrize("priority", ["high", None, 1.5, True])
+def test_a_priority_that_is_no_integer_is_refused_before_it_meets_another(priority) -> None:
+    h, _ = hand()
+    with pytest.raises(TypeError, match="priority must be an integer, got"):
+        h.cache.pin(ONE, priority=priority)
+    assert not len(h.cache.pins) and h.pool.num_live == 0
+    h.cache.pin(ONE, priority=1)
+    h.check()
+
+
+def test_a_time_to_live_that_is_no_number_is_refused() -> None:
+    h, _ = hand()
+    with pytest.raises(ValueError, match="ttl_s must be above 0, or None for no end, got nan"):
+        h.cache.pin(ONE, ttl_s=float("nan"))  # nothing is ever later than that: it would never end
+    assert not len(h.cache.pins)
