@@ -23,7 +23,7 @@ class CheckpointIntake:
         self.saved = saved
         self.store = store
         self.new: list[int] = []
-        self.page_of = np.full(saved.num_pages, -1, np.int32)  # the pool's
+        self.page_of = np.full(saved.num_pages + 1, -1, np.int32)  # the pool's; the last place stays -1
         missing = self._look_up()
         self.pages = self._choose(missing, room)
 
@@ -72,7 +72,7 @@ class CheckpointIntake:
         self.page_of[self.pages] = ids
         for i in sorted(self.new):
             record, pages = saved.records[i], saved.pages[i]
-            own = np.where(pages >= 0, self.page_of[pages], -1).astype(np.int32)
+            own = self.page_of[pages]
             state = {name: tensor.to(storage.device, copy=True) for name, tensor in saved.states[i].items()}
             store._hold(own[own >= 0])
             store._tick += 1

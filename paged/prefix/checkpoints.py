@@ -215,7 +215,7 @@ class CheckpointStore:
             return same
         if snapshot.position != n:
             return None
-        pages = self._own_pages(pages, -(-n // size))
+        pages = self._own_pages(pages, n)
         if n % size:
             try:
                 pages[:, -1] = self._copied(pages[:, -1].copy())
@@ -356,14 +356,17 @@ class CheckpointStore:
         key = _order(tokens)
         return None if entries is None else next(entries.irange_key(key, key), None)
 
-    def _own_pages(self, pages: Int32, columns: int) -> Int32:
-        """A copy of the first `columns` columns, checked."""
+    def _own_pages(self, pages: Int32, num_tokens: int) -> Int32:
+        """A copy of the columns of `num_tokens` tokens, checked. A window may have left whole pages, even all."""
+        size = self.pool.page_size
+        columns = -(-num_tokens // size)
         if pages.ndim != 2 or pages.shape[0] != self.num_groups or pages.shape[1] < columns:
             raise ValueError(
                 f"a checkpoint needs {columns} pages in each of {self.num_groups} groups, got an array {pages.shape}"
             )
         own = np.array(pages[:, :columns], np.int32, order="C")
-        if int(self.pool.refs[own[own >= 0]].min(initial=1)) < 1 or int(own[:, -1].min()) < 0:
+        partial = own[:, num_tokens // size :]
+        if int(self.pool.refs[own[own >= 0]].min(initial=1)) < 1 or int(partial.min(initial=0)) < 0:
             raise ValueError("a checkpoint can be made of live pages only, and one of these is free")
         return own
 

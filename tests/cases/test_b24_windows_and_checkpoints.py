@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from byhand import span
+from byhand import Hand, span
 from driver import Driver
 from fakes import EchoHybrid
 
@@ -73,3 +73,25 @@ def test_a_checkpoint_exactly_at_the_match_point_is_used() -> None:
     d.solo("b", [*span(0, 48), *span(60, 20)], 3)
     assert d.requests["b"].num_cached_tokens == 48
     d.expect_all_exact()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("length", [4, 8, 9])
+def test_a_window_of_one_token_leaves_a_checkpoint_without_pages_at_the_end_of_a_page(
+    page_size: int, length: int, tmp_path
+) -> None:
+    """The next token sees itself alone there, so that the state is all that goes on."""
+    h = Hand(12, page_size, kind=EchoHybrid)
+    h.donate(span(0, length), cache_window=1)
+    pages = 0 if length % page_size == 0 else 1
+    assert h.cache.held_pages == pages and len(h.cache.chains()) == 1
+    h.cache.save(tmp_path / "cache")
+    for _ in range(2):
+        assert h.cache.match_len(span(0, length + 3), cache_window=1) == length
+        h.ask(span(0, length + 3), cache_window=1).release()
+        pin = h.cache.pin(span(0, length), cache_window=1)
+        assert (pin.num_tokens, len(pin.pages)) == (length, pages)
+        h.check()
+        h.cache.release()
+        h.check()
+        assert h.pool.num_free == 12 and h.cache.load(tmp_path / "cache") == pages
