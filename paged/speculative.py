@@ -74,27 +74,33 @@ class SpeculativeDecoder:
         self._assign = partial(self._sampler.assign, 0, params, seed, tuple(end_ids))
         self._assign(matcher)
         self._known: list[int] = session.tokens.tolist()
+        self._taken = len(self._known)  # known tokens that the caller has
+        self._complete = False  # the grammar, with what is known
         self._num_prompt = len(self._known) if num_prompt is None else num_prompt
 
     def tokens(self, max_tokens: int) -> Iterator[int]:
         """The next `max_tokens` tokens, each as soon as it is known; fewer where the grammar is complete before.
 
-        The caller stops where it sees an end id. PromptTooLong at the model's length, OutOfPages if the pool is full.
+        Called again, it goes on behind the last token that was taken. The caller stops where it sees an end id.
+        PromptTooLong at the model's length, OutOfPages if the pool is full.
         """
-        left = max_tokens
-        with self._lock:
-            assert self.session.logits is not None
-            new = [self._draw(self.session.logits, [])]
-            complete = _accept(self._matcher, new[0])
-        while True:
-            for token in new:
-                self._known.append(token)
-                yield token
-            left -= len(new)
-            if left <= 0 or complete:
-                return
-            with self._lock:
-                new, complete = self._round(min(self.num_draft, left - 1))
+        for left in range(max_tokens, 0, -1):
+            if self._taken == len(self._known):
+                if self._complete:
+                    return
+                with self._lock:
+                    new, self._complete = self._next(left)
+                self._known += new
+            self._taken += 1
+            yield self._known[self._taken - 1]
+
+    def _next(self, most: int) -> tuple[list[int], bool]:
+        """1 to `most` tokens that follow the known ones, and whether the grammar is complete with them."""
+        logits = self.session.logits
+        if logits is not None and self.session.n_past == len(self._known):  # nothing was drawn from them yet
+            token = self._draw(logits, [])
+            return [token], _accept(self._matcher, token)
+        return self._round(min(self.num_draft, most - 1))
 
     def _round(self, num_draft: int) -> tuple[list[int], bool]:
         """One draft and its verification: the tokens that follow the known ones, 1 to 1 + num_draft, and whether the

@@ -84,6 +84,29 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, sampling: str, loops:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("cuts", [(1, 11), (2, 3, 7), (5, 0, 7), (4, 4, 4)])
+def test_called_again_it_goes_on_where_it_ended(sampling: str, cuts: tuple[int, ...]) -> None:
+    params = SAMPLING[sampling]
+    session = session_of(tiny(), prompt_of(30))
+    want = plain(session, params, 12)
+    decoder = SpeculativeDecoder(session, params, params.seed or 0, 7)
+    assert [list(decoder.tokens(count)) for count in cuts] == [
+        want[sum(cuts[:i]) : sum(cuts[: i + 1])] for i in range(len(cuts))
+    ]
+    session.check()
+
+
+def test_a_reader_that_leaves_in_the_middle_of_a_round_loses_no_token() -> None:
+    session = session_of(tiny(), prompt_of(30))
+    want = plain(session, GREEDY, 20)
+    decoder, got = SpeculativeDecoder(session, GREEDY, 0, 7), []
+    while len(got) < 20:
+        got.append(next(decoder.tokens(20 - len(got))))
+    assert got == want
+    assert decoder.stats.accepted > 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("window", [1, 7, 16, 30])
 def test_a_window_is_kept_to(window: int, sampling: str) -> None:
     params = SAMPLING[sampling]
