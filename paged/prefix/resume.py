@@ -71,7 +71,11 @@ class ResumeHandle(PrefixHandle):
                 f"be resumed at {self.loops} to {self.max_loops}, got {loops}"
             )
         session = self._session.fork()
-        session.deepen(loops, self.residual)
+        try:
+            session.deepen(loops, self.residual)
+        except BaseException:
+            session.release()
+            raise
         return session
 
     def check(self) -> None:

@@ -88,10 +88,11 @@ def test_the_layers_after_the_block_take_pages_of_their_own() -> None:
 def test_without_room_nothing_is_taken(model) -> None:
     pool = model.create_kv_pool(27, 8)
     handle = build(model, pool)
-    free = pool.num_free
-    with pytest.raises(OutOfPages):
+    free, refs = pool.num_free, pool.refs.copy()
+    with pytest.raises(OutOfPages) as caught:
         handle.resume(8)
     assert pool.num_free == free
+    assert np.array_equal(pool.refs, refs), caught  # while the error, and with it its frames, is still there
     handle.resume(3)
     handle.check()
 
