@@ -90,7 +90,7 @@ class PrefixCache(PageTree):
         on this opening shares, which the budget drops last. `preview` labels the donation in `chains()`; `retain` says
         what its pages may expect (see Retention; checkpoints heed none). Nothing is taken of a session whose first rows
         are of weights that the model does not have any more.
-        GeometryMismatch if the session is not paged out of this pool.
+        GeometryMismatch if the session is not paged out of this pool, or the pool serves another cache by now.
         """
         self._own(session)
         retention = Retention.of(retain)
@@ -103,6 +103,7 @@ class PrefixCache(PageTree):
             return 0
         before = self.held_pages
         if self.checkpoints is not None:
+            self.require_pool()
             if session.states is not None and session.states.positions[0] == covered:
                 key, snapshot = self.namespace_key(session.namespace, **session.view.fields), session.states.snapshot(0)
                 self.checkpoints.insert(key, history, session.table.rows, snapshot, opening, session.id, preview)

@@ -70,8 +70,7 @@ def save_cache(cache: PrefixCache, path: str | os.PathLike[str]) -> int:
 def load_cache(cache: PrefixCache, path: str | os.PathLike[str]) -> int:
     """Take in what a file holds and `cache` does not; returns the pages taken in. See PrefixCache.load."""
     storage, pool = _storage(cache), cache.pool
-    if pool.on_idle != cache._on_idle:
-        raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
+    cache.require_pool()
     file = SavedFile(path)
     with closing(file):
         _agree(file, _header(cache))

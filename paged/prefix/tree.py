@@ -291,11 +291,15 @@ class PageTree:
         tokens = tokens[: len(keys) * self.pool.page_size].copy()
         self.listen(PagesStored(cursor.namespace, parent, tuple(keys), tokens))
 
+    def require_pool(self) -> None:
+        """GeometryMismatch where the pool serves another cache by now: nobody would evict what this one takes."""
+        if self.pool.on_idle != self._on_idle:
+            raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
+
     def _may_publish(self, cursor: Cursor) -> bool:
         if not cursor.open:
             return False
-        if self.pool.on_idle != self._on_idle:
-            raise GeometryMismatch("this cache was released, and its pool serves another prefix cache since")
+        self.require_pool()
         if not cursor.alive:
             cursor.closed = True  # its chain was dropped while it ran: a page without its parent is never cached
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from byhand import Hand, growing_pool, ids, span
-from fakes import EchoModel
+from fakes import EchoHybrid, EchoModel
 
 from paged.errors import GeometryMismatch, OutOfPages, SessionInUse
 from paged.kv.pages import PagePool
@@ -548,3 +548,15 @@ def test_who_shares_what_is_donated_shares_its_prefix_with_the_cache() -> None:
     session.release()
     hand.check()
     assert hand.pool.num_available == 4 and len(hand.pool.alloc(4)) == 4
+
+
+def test_a_cache_whose_pool_serves_another_one_since_keeps_no_checkpoint() -> None:
+    """Nobody would evict its pages: the pool asks the other cache."""
+    old = Hand(10, 4, kind=EchoHybrid)
+    new = PrefixCache(old.pool)
+    session = old.ask(span(0, 8))
+    with pytest.raises(GeometryMismatch, match="its pool serves another prefix cache since"):
+        old.cache.insert(session, span(0, 8))
+    session.release()
+    new.check()
+    assert old.pool.num_free == 10
