@@ -140,6 +140,17 @@ def check(condition: bool, message: str) -> None:
         raise CheckFailed(message)
 
 
+def require_text(name: str, value: object) -> str:
+    """`value`. TypeError for anything but a str, InvalidRequest (a ValueError) for one that UTF-8 has no bytes for."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} must be text that UTF-8 can encode, got {value!r}") from None
+    return value
+
+
 def require_integer(name: str, value: object, expected: str = "an integer") -> int:
     """`value` as an int of Python. TypeError, which says what `name` must be, for all else, truth values included."""
     if isinstance(value, bool) or not isinstance(value, Integral):

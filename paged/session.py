@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from paged.errors import GeometryMismatch, InvalidRequest, LoopsMismatch, PromptTooLong, check
+from paged.errors import GeometryMismatch, InvalidRequest, LoopsMismatch, PromptTooLong, check, require_integer
 from paged.kv.page_table import PageTable
 from paged.kv.pages import Int32, PagePool
 from paged.kv.state import UNKNOWN
@@ -143,6 +143,8 @@ class Session:
         """`eval` of at most 512 tokens in a looped model that also returns the residual after its last iteration,
         fp32 [tokens, residual_size] (see `Loops.run_loops`); `logits` are then those of the last token."""
         new = as_tokens(tokens)
+        if not len(new):
+            raise ValueError("no tokens were given, so there is no residual: at least one is needed")
         self.admit(new)
         before = self.table.num_pages
         self.table.ensure(self._n_past, self._n_past + len(new))
@@ -204,23 +206,30 @@ class Session:
         self._remember(new)
         self.table.leave(self._n_past, self.view.windows.tolist())
 
+    def rewinds_to(self, n_past: int) -> bool:
+        """Whether a session of attention alone still has the pages that position `n_past` sees."""
+        columns = -(-n_past // self.pool.page_size)
+        return all(
+            (self.table.rows[group, self._first_column(group, n_past) : columns] >= 0).all()
+            for group in self.view.groups.tolist()
+        )
+
     def rewind(self, n_past: int) -> None:
         """Forget the history from position `n_past` on; the next tokens go there. The last logits go with it.
 
         ValueError beyond the history; RuntimeError for a recurrent state, which only moves forward, and where a
         window has left pages that position `n_past` sees.
         """
+        n_past = require_integer("n_past", n_past)
         if not 0 <= n_past <= self._n_past:
             raise ValueError(f"a session of {self._n_past} tokens can rewind to 0 to {self._n_past}, got {n_past}")
         if n_past == self._n_past:
             return
         if self.states is not None:
             raise RuntimeError("a recurrent state only moves forward: this session cannot rewind; fork it beforehand")
-        columns = -(-n_past // self.pool.page_size)
-        for group in self.view.groups.tolist():
-            if (self.table.rows[group, self._first_column(group, n_past) : columns] < 0).any():
-                raise RuntimeError(f"position {n_past} sees pages that the window of this session has left")
-        self.table.truncate(columns)
+        if not self.rewinds_to(n_past):
+            raise RuntimeError(f"position {n_past} sees pages that the window of this session has left")
+        self.table.truncate(-(-n_past // self.pool.page_size))
         self._n_past = n_past
         self.logits = None
 

@@ -7,8 +7,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paged.errors import Closed
 from paged.prefix.handles import PrefixHandle
 from paged.prefix.resume import ResumeHandle
 from scheduler.async_stream import AsyncStream
@@ -185,7 +187,8 @@ class AsyncEngine:
         await asyncio.wrap_future(self.steps.ended)
         self.steps.join()
         if self._owns_engine:
-            self.engine.close()
+            with suppress(Closed):  # in a process that was forked during a step
+                self.engine.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self

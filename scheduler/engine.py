@@ -127,6 +127,7 @@ class Engine:
         self.runner = Runner(self.model, self._storage, self.scheduler, self.sampler, self.delivery)
         self.media_ids = MediaIds()
         self._lock = FairLock()
+        self.num_building = 0  # see scheduler.prefixes.building
         self._ids = itertools.count()
         self._closed = False
 
@@ -435,6 +436,8 @@ class Engine:
 
     def _end_stuck(self, samples: Samples | None) -> None:
         """Nothing can move: end who would be next, or `samples` where nobody waits, so that nobody waits for ever."""
+        if self.num_building:
+            return
         head = next(self.scheduler.policy.walk(self.scheduler.waiting, set()), None)
         stuck = samples if head is None else self.delivery.live[head.id].samples
         if stuck is not None:

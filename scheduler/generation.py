@@ -16,7 +16,7 @@ from paged.speculative import SpeculativeDecoder
 from scheduler.engine import Engine
 from scheduler.intake import require_prefix
 from scheduler.output import RequestOutput
-from scheduler.prefixes import attach, extend
+from scheduler.prefixes import attach, building, extend
 from scheduler.request import RequestOptions
 from scheduler.stops import StopSequences
 
@@ -62,7 +62,7 @@ def run(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Call) 
     """The continuations of a prompt: one, or `params.n`; of beam search the `params.n` best of `num_beams`."""
     fit(engine, tokens, call)
     if call.num_beams > 1:
-        with _session(engine, tokens, prefix, call) as session:
+        with building(engine), _session(engine, tokens, prefix, call) as session:
             ends = call.params.end_ids(engine.model.eos_token_ids)
             with memory():
                 search = BeamSearch(session, call.num_beams, ends, lock=engine.lock)
@@ -181,7 +181,8 @@ def _opened(engine: Engine, tokens: Int32, prefix: PrefixHandle | None, call: Ca
         engine.require_open()
         if prefix is not None:
             require_prefix(engine, prefix, tokens, engine.model.view(call.loops, call.cache_window), "")
-            return prefix.open(call.loops)
+            if prefix.opens(call.loops):
+                return prefix.open(call.loops)
         session = Session(engine.model, engine.pool, call.loops, call.cache_window)
         attach(engine, session, tokens)
         return session

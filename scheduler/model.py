@@ -244,7 +244,8 @@ class Model:
     ) -> int:
         """Compute a prefix and keep it in `pool`; returns the number of tokens that can match, 0 if there is no room.
 
-        What is registered already is not computed again. The pool keeps a copy of the tokens.
+        What is registered already is not computed again. The pool keeps a copy of the tokens. Where there are no pages
+        for it beside the entry that it would push out of a full pool, that one goes first.
         """
         model = self._open("register_prefix")
         _require(pool, PrefixPool, "pool")
@@ -255,13 +256,16 @@ class Model:
             if self._serves(found.handle, view):
                 return pool.register(found.handle)
             pool.remove(found.id)  # of another engine, or of weights that have changed since
-        try:
-            handle = self.engine.build_prefix(
-                ids, loops=loops, cache_window=cache_window, share_depths=pool.share_depths
-            )
-        except OutOfPages:
-            return 0
-        return pool.register(handle)
+        while True:
+            try:
+                handle = self.engine.build_prefix(
+                    ids, loops=loops, cache_window=cache_window, share_depths=pool.share_depths
+                )
+            except OutOfPages:
+                if not pool.make_room():
+                    return 0
+            else:
+                return pool.register(handle)
 
     def generate_with_pool(
         self,

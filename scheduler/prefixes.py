@@ -19,6 +19,18 @@ CHUNK = 512  # tokens evaluated in one go; requests of other threads run in betw
 
 
 @contextmanager
+def building(engine: Engine) -> Iterator[None]:
+    """Within it pages are held by hand that come back by themselves, so that no request counts as stuck meanwhile."""
+    with engine.lock:
+        engine.num_building += 1
+    try:
+        yield
+    finally:
+        with engine.lock:
+            engine.num_building -= 1
+
+
+@contextmanager
 def open_session(engine: Engine, namespace: str, loops: int | None, cache_window: int) -> Iterator[Session]:
     """A session over the engine's pool, for what is driven by hand; released at the end.
 
@@ -54,7 +66,7 @@ def build_prefix(
     engine: Engine, tokens: Int32, namespace: str, loops: int | None, cache_window: int, share_depths: bool
 ) -> PrefixHandle:
     """See Engine.build_prefix."""
-    with open_session(engine, namespace, loops, cache_window) as session:
+    with building(engine), open_session(engine, namespace, loops, cache_window) as session:
         attach(engine, session, tokens)
         extend(engine, session, tokens[session.n_past :])
         with engine.lock:
@@ -67,7 +79,7 @@ def build_resume(
     engine: Engine, tokens: Int32, namespace: str, loops: int, cache_window: int, max_loops: int
 ) -> ResumeHandle:
     """See Engine.build_resume. Nothing cached is of use: the pages of a prefix do not hold its residual."""
-    with open_session(engine, namespace, loops, cache_window) as session:
+    with building(engine), open_session(engine, namespace, loops, cache_window) as session:
         residual = []
         for start in range(0, len(tokens), CHUNK):
             with engine.lock:

@@ -182,7 +182,10 @@ class Runner:
         request = live.request
         self.scheduler.stats.generated_tokens += 1
         ended = token in request.end_ids and (request.params.min_tokens < 1 or request.matcher is not None)
-        if ended or len(request.known) >= request.limit:
+        if ended or len(request.known) >= request.limit:  # it never gets a slot, where these are counted
+            request.num_cached_tokens = request.num_prompt
+            self.scheduler.stats.prompt_tokens += request.num_prompt
+            self.scheduler.stats.cached_tokens += request.num_prompt
             self.scheduler.finish(request, "stop" if ended else "length")
         result = StepResult([request], np.array([token], np.int32))
         self.delivery.deliver(result, Sampled(result.tokens, None), {})

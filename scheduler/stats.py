@@ -18,7 +18,7 @@ class SchedulerStats:
     num_preemptions: int = counter("Times that a running request gave up its pages.")
     preempted_tokens: int = counter("Computed tokens that preempted requests gave up.")
     reattached_tokens: int = counter("Of the preempted tokens, those that a resume found in the cache again.")
-    prompt_tokens: int = counter("Prompt tokens of admitted requests.")
+    prompt_tokens: int = counter("Prompt tokens of requests that were admitted, or that a prefix answered whole.")
     cached_tokens: int = counter("Prompt tokens that were attached instead of computed.")
     computed_tokens: int = counter("Rows of all steps.")
     generated_tokens: int = counter("Tokens that were drawn.")

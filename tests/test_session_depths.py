@@ -191,3 +191,14 @@ def test_a_session_that_cannot_go_deeper_stays_as_it_was() -> None:
     session.deepen(4, residual)  # nothing to do
     assert np.array_equal(session.table.rows, rows) and session.logits is logits and pool.num_free == free
     session.check()
+
+
+def test_a_position_that_is_no_integer_and_a_residual_of_nothing_are_refused() -> None:
+    session = Hand(40, 4, kind=EchoLooped).session()
+    session.eval(span(0, 8))
+    with pytest.raises(TypeError, match="n_past must be an integer"):
+        session.rewind(1.5)
+    with pytest.raises(ValueError, match="at least one is needed"):
+        session.eval_residual([])
+    assert session.n_past == 8
+    session.check()

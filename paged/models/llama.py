@@ -191,9 +191,9 @@ class LlamaModel(LanguageModel):
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the named weights and the fingerprint. Cost: the layers named are packed again.
 
-        No forward may run meanwhile. Rows that the old weights computed are wrong from now on: pools and caches made
-        before refuse this model (GeometryMismatch) or forget (`Engine.reset_prefix_cache`). MissingTensor for a name
-        the model does not have or another shape; then nothing was changed.
+        No forward may run meanwhile. Rows that the old weights computed are wrong from now on: a new Session refuses a
+        pool made before (GeometryMismatch), and an Engine has to be told by `Engine.reset_prefix_cache`, or it attaches
+        them. MissingTensor for a name the model does not have or another shape; then nothing was changed.
         """
         expected = expected_tensors(self.config)
         for name, values in tensors.items():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paged.errors import GeometryMismatch, SessionInUse, require_integer
+from paged.errors import GeometryMismatch, SessionInUse, require_integer, require_text
 from paged.kv.pages import PagePool
 from paged.media import is_inside, span_start
 from paged.prefix.checkpoints import CheckpointStore
@@ -93,6 +93,7 @@ class PrefixCache(PageTree):
         GeometryMismatch if the session is not paged out of this pool, or the pool serves another cache by now.
         """
         self._own(session)
+        require_text("preview", preview)  # else a file would be written that `load` refuses
         retention = Retention.of(retain)
         history = as_tokens(tokens)
         covered = min(len(history), session.n_past)
@@ -225,8 +226,9 @@ class PrefixCache(PageTree):
         ValueError where nothing of it is cached. OutOfPages where the budget `max_pinned_pages` does not allow it,
         after expired pins and those of lower priority have gone.
         """
-        history, view = as_tokens(tokens), self.spec.view(loops, cache_window)
+        history, view, size = as_tokens(tokens), self.spec.view(loops, cache_window), self.pool.page_size
         checkpoint = None
+        require_text("preview", preview)
         if self.checkpoints is not None:
             key = self.namespace_key(namespace, **view.fields)
             checkpoint = self.checkpoints.find(key, np.append(history, np.int32(-1)))
@@ -234,7 +236,8 @@ class PrefixCache(PageTree):
             covered = checkpoint.num_tokens if checkpoint is not None else 0
         else:
             cursor = self.cursor(namespace, view)
-            covered = self.index.seek(cursor, history, len(history) // self.pool.page_size) * self.pool.page_size
+            cursor.rows = 0
+            covered = self.whole(cursor, self.index.seek(cursor, history, len(history) // size)) * size
             pages = self.index.pages[cursor.nodes]
         if not covered:
             raise ValueError("nothing of these tokens is cached, so nothing can be pinned; insert them first")

@@ -152,10 +152,16 @@ class PrefixHandle:
         """Whether its logits are those that a sequence of this view begins with."""
         return view is self.view or self.own_logits
 
+    def opens(self, loops: int | None = None) -> bool:
+        """Whether `open` at that depth finds all pages: at a smaller one, a cache window may have left what the last
+        token, which is evaluated again, sees."""
+        return loops in (None, self.loops) or self.own_logits or self._session.rewinds_to(self.num_tokens - 1)
+
     def open(self, loops: int | None = None) -> Session:
         """A session that stands behind the prefix, with its logits. O(pages), and one copy of a recurrent state.
 
-        `loops` below its own depth (see `share_depths`) evaluates the last token. Errors as those of `require`.
+        `loops` below its own depth (see `share_depths`) evaluates the last token; RuntimeError unless it `opens` there.
+        Errors as those of `require`.
         It takes references in the pool: of a handle that an engine built, hold `engine.lock` meanwhile.
         """
         view = self._session.model.view(self.loops if loops is None else loops, self.cache_window)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from paged.errors import InvalidRequest
+from paged.errors import InvalidRequest, require_text
 
 Int32 = npt.NDArray[np.int32]
 PageHash = Callable[[Hashable, bytes], Hashable]
@@ -46,15 +46,8 @@ def root_hash(namespace: bytes) -> bytes:
 
 
 def require_namespace(namespace: object) -> str:
-    """A caller's salt. TypeError for anything but a str, InvalidRequest (a ValueError) for one that UTF-8 has no bytes
-    for: both would fail where the key is made, in the middle of a step."""
-    if not isinstance(namespace, str):
-        raise TypeError(f"namespace must be a str, got {type(namespace).__name__}")
-    try:
-        namespace.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"namespace must be text that UTF-8 can encode, got {namespace!r}") from None
-    return namespace
+    """A caller's salt. Errors as those of `require_text`, else it would fail where the key is made, within a step."""
+    return require_text("namespace", namespace)
 
 
 def as_tokens(tokens: object) -> Int32:

@@ -146,7 +146,9 @@ class PrefixPool:
             raise ValueError("this pool shares depths: build the prefix with share_depths=True")
         with self._lock:
             found = self.find(handle.tokens, handle.loops, handle.cache_window, handle.namespace)
-            if found is not None:
+            if found is not None and found.handle.outdated:
+                self._discard(found)
+            elif found is not None:
                 self._touch(found)
                 return found.num_tokens
             entry = PrefixEntry(self._next_id, handle, 0)
@@ -154,10 +156,23 @@ class PrefixPool:
             self._touch(entry)
             self._add(entry)
             while self._over_bounds() and len(self._entries) > 1:
-                rank = EVICTIONS[self.eviction]
-                self._discard(min((e for e in self._entries if e is not entry), key=rank))
-                self.num_evicted += 1
+                self._evict(entry)
             return entry.num_tokens
+
+    def make_room(self) -> bool:
+        """Evict the entry that one more would push out; False, and nothing happens, below capacity.
+
+        For who has no pages for a new prefix as long as that one holds its own.
+        """
+        with self._lock:
+            if not self._entries or len(self._entries) < self.capacity:
+                return False
+            self._evict()
+            return True
+
+    def _evict(self, spared: PrefixEntry | None = None) -> None:
+        self._discard(min((e for e in self._entries if e is not spared), key=EVICTIONS[self.eviction]))
+        self.num_evicted += 1
 
     def match(self, tokens: object, loops: int = 0, cache_window: int = 0, namespace: str = "") -> PrefixEntry | None:
         """The longest entry that `tokens` start with, counted as a hit; None if there is none."""
@@ -190,7 +205,13 @@ class PrefixPool:
             self._depths.clear()
 
     def _best(self, tokens: Int32, loops: int, cache_window: int, namespace: str) -> PrefixEntry | None:
-        """The longest entry of that depth; of a pool that shares depths also of a greater one."""
+        """The longest entry of that depth; of a pool that shares depths also of a greater one. What was built with
+        weights that have changed since serves nobody any more, and goes."""
+        while (best := self._longest_of_depths(tokens, loops, cache_window, namespace)) and best.handle.outdated:
+            self._discard(best)
+        return best
+
+    def _longest_of_depths(self, tokens: Int32, loops: int, cache_window: int, namespace: str) -> PrefixEntry | None:
         data = _order(tokens)
         best = self._longest(tokens, data, (namespace, loops, cache_window))
         if self.share_depths:

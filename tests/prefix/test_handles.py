@@ -147,3 +147,12 @@ def test_a_pool_of_its_own_depths_takes_no_other() -> None:
 def test_a_pool_that_shares_depths_refuses_a_handle_that_does_not() -> None:
     with pytest.raises(ValueError, match="build the prefix with share_depths=True"):
         PrefixPool(share_depths=True).register(handle(looped(), span(0, 6), 4))
+
+
+def test_a_handle_says_whether_it_opens_at_a_depth() -> None:
+    hand = looped()
+    for window, opens in ((4, False), (3, True), (0, True)):
+        made = handle(hand, span(0, 7), 3, window, share_depths=True)
+        assert made.opens() and made.opens(3) and made.opens(2) is opens
+        if opens:
+            made.open(2).release()

@@ -315,3 +315,25 @@ def test_check_notices_too_many_entries_and_a_wrong_order(hand: Hand) -> None:
     pool.capacity = 4
     pool._entries._lists[0].reverse()
     expect_check_fails(pool, "out of order")
+
+
+def test_what_older_weights_computed_gives_way_to_the_same_prefix_of_the_new_ones(hand: Hand) -> None:
+    pool = filled(hand, span(0, 10), span(0, 6))
+    hand.pool.fingerprint = hand.model.fingerprint = "changed"
+    fresh = handle(hand, span(0, 6))
+    assert pool.register(fresh) == 6
+    assert pool.match_len(span(0, 12)) == 6  # the longer one could not be opened
+    found = pool.match(span(0, 12))
+    assert found is not None and found.handle is fresh
+    found.handle.open().release()
+    assert lengths(pool) == [6]
+    pool.check()
+
+
+def test_room_is_made_only_where_one_more_would_push_one_out(hand: Hand) -> None:
+    pool = filled(hand, span(0, 10), span(100, 6), capacity=3)
+    assert not pool.make_room() and pool.num_evicted == 0
+    pool.register(handle(hand, span(200, 8)))
+    assert pool.make_room() and lengths(pool) == [10, 8] and pool.num_evicted == 1
+    pool.check()
+    assert not PrefixPool(capacity=1).make_room()

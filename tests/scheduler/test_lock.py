@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
 
+from paged.errors import Closed
 from scheduler.lock import FairLock
 
 
@@ -105,3 +108,38 @@ def test_alone_it_is_taken_only_where_nobody_holds_it_this_thread_included() -> 
     thread.join()
     assert lock.try_alone()
     lock.__exit__()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("held", [True, False])
+def test_in_the_child_of_a_fork_a_lock_that_another_thread_held_is_refused_at_once(held: bool) -> None:
+    lock, taken, over = FairLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    if held:
+        thread.start()
+        assert taken.wait(60)
+    child = os.fork()
+    if not child:  # nothing of the test may run on here
+        try:
+            signal.alarm(20)  # a child that waits for ever ends with that
+            assert lock.try_alone() is not held
+            if not held:
+                lock.__exit__()
+            with lock:
+                os._exit(1 if held else 0)
+        except Closed as error:
+            os._exit(0 if held and "forked" in str(error) else 2)
+        finally:
+            os._exit(3)
+    over.set()
+    if held:
+        thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with lock:  # in this process nothing has happened
+        assert lock.owned

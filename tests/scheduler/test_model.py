@@ -478,3 +478,25 @@ def test_counts_of_threads_are_not_lost(api: Model) -> None:
     for thread in threads:
         thread.join()
     assert (api.stats.pool_hits, api.stats.pool_misses, api.stats.pool_fallbacks) == (40, 40, 0)
+
+
+def test_a_full_pool_without_pages_for_one_more_lets_the_next_victim_go_first() -> None:
+    with opened(num_pages=2 * 9 * 3 + 5, prefix_cache=False) as api:
+        pool = PrefixPool(capacity=3)
+        for i, n in enumerate((31, 30, 32)):
+            assert api.register_prefix(pool, [i] * n) == n
+        assert api.register_prefix(pool, [7] * 32) == 32
+        assert [entry.num_tokens for entry in pool.entries()] == [32, 32, 31]
+        assert api.register_prefix(PrefixPool(capacity=4), [8] * 32) == 0  # nothing of its own could go
+        assert pool.size() == 3
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 2}, {"draft_loops": 1}], ids=["plain", "beams", "drafts"])
+@pytest.mark.parametrize("window", [2, 4, 5])
+def test_a_shared_depth_whose_window_left_a_page_is_computed_again(way: dict, window: int) -> None:
+    prompt = prompt_of(13)
+    with opened(page_size=3, num_pages=2000) as api:
+        want = api.generate(prompt, max_tokens=5, loops=2, cache_window=window, **way)
+        handle = api.build_prefix_cache(prompt, loops=4, cache_window=window, share_depths=True)
+        got = api.generate_from_prefix_cache(handle, max_tokens=5, loops=2, cache_window=window, **way)
+        assert got == want

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from byhand import span
@@ -11,7 +13,9 @@ from fakes import EchoHybrid, EchoLooped, EchoModel
 from paged import GeometryMismatch
 from paged.prefix.handles import PrefixHandle
 from paged.session import Session
-from scheduler import Model
+from scheduler import Engine, Model, SamplingParams
+from scheduler.events import Finished
+from scheduler.prefixes import building, extend, open_session
 
 
 def keep(driver: Driver, tokens, loops: int | None = None, cache_window: int = 0, **options) -> PrefixHandle:
@@ -176,3 +180,59 @@ def test_what_is_computed_while_the_weights_change_is_not_cached_and_no_prefix(w
     assert len(calls) >= 2 and engine.prefix_match_len(tokens, loops=2) == 0
     assert engine.pool.num_free == engine.pool.num_pages
     engine.check()
+
+
+def test_a_request_that_needs_no_slot_counts_its_prompt_as_cached() -> None:
+    engine = Engine(EchoModel(97), num_pages=40, page_size=4)
+    handle = engine.build_prefix(span(0, 10))
+    seen: list[object] = []
+    engine.subscribe(seen.append)
+    [output] = engine.generate([span(0, 10)], SamplingParams(max_tokens=1), prefix=handle)
+    assert (output.num_prompt_tokens, output.num_cached_tokens, output.num_computed_tokens) == (10, 10, 0)
+    assert engine.explain(output.request_id)["num_cached_tokens"] == 10
+    stats = engine.stats()
+    assert (stats["num_admitted"], stats["prompt_tokens"], stats["cached_tokens"]) == (0, 10, 10)
+    [event] = seen
+    assert isinstance(event, Finished) and event.num_cached_tokens == 10
+
+
+@pytest.mark.parametrize("way", ["generate", "step"])
+def test_while_a_prefix_is_built_no_request_counts_as_stuck(way: str) -> None:
+    engine = Engine(EchoModel(97), num_pages=10, page_size=4)
+    outputs, attempts = [], threading.Semaphore(0)
+    advance = engine.advance
+
+    def counted() -> bool:
+        done = advance()
+        attempts.release()
+        return done
+
+    engine.advance = counted  # type: ignore[method-assign]
+
+    def work() -> None:
+        params = SamplingParams(max_tokens=2)
+        if way == "generate":
+            outputs.extend(engine.generate([span(0, 20)], params))
+            return
+        engine.submit(span(0, 20), params)
+        while engine.has_work:
+            outputs.extend(event.output for event in engine.step() if event.output is not None)
+
+    with building(engine), open_session(engine, "", None, 0) as session:
+        extend(engine, session, np.asarray(span(50, 33), np.int32))
+        thread = threading.Thread(target=work)
+        thread.start()
+        for _ in range(5):
+            assert attempts.acquire(timeout=60)
+        assert not outputs and engine.has_work
+    thread.join(60)
+    assert [output.finish_reason for output in outputs] == ["length"]
+    engine.check()
+
+
+def test_pages_that_no_build_will_give_back_still_end_a_request() -> None:
+    engine = Engine(EchoModel(97), num_pages=10, page_size=4)
+    handle = engine.build_prefix(span(50, 33))
+    [output] = engine.generate([span(0, 20)], SamplingParams(max_tokens=2))
+    assert output.finish_reason == "error" and "out of memory" in output.error
+    handle.check()
