@@ -153,6 +153,8 @@ def require_text(name: str, value: object) -> str:
 
 def require_integer(name: str, value: object, expected: str = "an integer") -> int:
     """`value` as an int of Python. TypeError, which says what `name` must be, for all else, truth values included."""
+    if type(value) is int:  # the usual case, a tenth of the time of the other question
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {expected}, got {reprlib.repr(value)}")
     return int(value)

@@ -19,6 +19,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 _NO_IDS = np.zeros(0, np.int64)
+_NOTHING_ASKED = SamplingParams()
 _UNUSABLE = "must be finite or -inf and leave a token to draw, but hold NaN or +inf or nothing but -inf"
 
 
@@ -219,7 +220,7 @@ class Sampler:
         """Assert the invariants of the class docstring. O(num_slots)."""
         for slot, assigned in enumerate(self._params):
             check(bool(self._assigned[slot]) == (assigned is not None), f"slot {slot} is half assigned")
-            params = assigned or SamplingParams()
+            params = assigned or _NOTHING_ASKED
             guided = slot in self._matchers
             check(guided == (params.grammar is not None), f"slot {slot}: a grammar without its matcher")
             special = not params.greedy or edits_logits(params) or guided
