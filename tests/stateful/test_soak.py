@@ -1,5 +1,5 @@
-"""Twenty thousand requests, five thousand an engine, in pools that hold a tenth of those that are live: all end, nothing
-leaks, nobody waits for ever."""
+"""Five thousand requests an engine, in pools that hold a tenth of those that are live: all end, nothing leaks, nobody
+waits for ever."""
 
 from __future__ import annotations
 
