@@ -121,6 +121,7 @@ class Delivery:
         for i, (request, token) in enumerate(zip(requests, result.tokens.tolist(), strict=True)):
             live = self.live.get(request.id)
             if live is None or live.request is not request:
+                self.scheduler.stats.generated_tokens -= 1  # it ended in front of this guess
                 continue
             event = event or Event(request.id)
             row = i if rows is None else int(rows[i])

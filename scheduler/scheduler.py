@@ -264,7 +264,6 @@ class Scheduler:
         state.known[sampled] = known  # of a slot that stands there several times the last one counts
         if plan.drafted:
             state.shrink(plan.slots)
-        self.stats.generated_tokens += len(sampled)
         at = state.requests
         requests = cast("list[Request]", [at[slot] for slot in sampled.tolist()])
         self.sharing.settle(requests)
@@ -279,6 +278,7 @@ class Scheduler:
         if self._leaving:
             result.leave_out(self._leaving)
             self._let_go()
+        self.stats.generated_tokens += len(result.tokens)
         self._in_flight, self._ended = None, []
         return result
 

@@ -261,7 +261,7 @@ def test_every_kind_of_sampling_is_the_same_with_and_without_drafts(source: str)
 def test_a_stop_string_among_right_guesses_cuts_the_text_there() -> None:
     plain = Engine("smollm2", num_pages=256)
     drafted = Engine("smollm2", num_pages=256, proposer=PromptLookup(2, 1))
-    params = SamplingParams(max_tokens=48)
+    params, generated = SamplingParams(max_tokens=48), 0
     [whole] = plain.generate(["a b c d a b c d a b c d a b c d a b"], params)
     for at in (3, 10, 17):
         stop = whole.text[at : at + 3]
@@ -269,7 +269,9 @@ def test_a_stop_string_among_right_guesses_cuts_the_text_there() -> None:
         [expected] = plain.generate(["a b c d a b c d a b c d a b c d a b"], params)
         [output] = drafted.generate(["a b c d a b c d a b c d a b c d a b"], params)
         assert (output.text, output.token_ids, output.finish_reason) == (expected.text, expected.token_ids, "stop")
+        generated += len(output.token_ids)
     assert drafted.stats()["accepted_tokens"] > 0
+    assert drafted.stats()["generated_tokens"] == generated  # not those behind the stop in its step
     drafted.check()
 
 

@@ -371,3 +371,17 @@ def test_a_step_that_fails_ahead_takes_no_tokens_from_the_one_before_it() -> Non
         outputs = finish(engine)
         ended[ahead] = {name: (o.finish_reason, o.token_ids) for name, o in outputs.items()}
     assert ended[True] == ended[False] and ended[True]["a"][0] == "stop" and ended[True]["b"][0] == "error"
+
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_tokens_for_requests_that_have_ended_are_not_counted_as_generated(plan_ahead: bool) -> None:
+    config = SchedulerConfig(plan_ahead=plan_ahead)
+    engine = Engine(EchoModel(97), page_size=4, num_pages=60, config=config)
+    names = [engine.submit(span(10 * i, 5), SamplingParams(max_tokens=6 + i)) for i in range(4)]
+    outputs = []
+    for step in range(40):
+        outputs += [event.output for event in engine.step() if event.output is not None]
+        if step in (2, 4):
+            assert engine.cancel(names[step // 2 - 1])
+    assert len(outputs) == 4 and not engine.has_work
+    assert engine.stats()["generated_tokens"] == sum(len(output.token_ids) for output in outputs)
