@@ -35,6 +35,8 @@ _HF_DEFAULTS: dict[Family, dict[str, Any]] = {
 }  # fmt: skip
 _LARGEST = sys.float_info.max  # JSON may hold an int that no float can
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+_GGUF_YARN_PLAIN = {"yarn_ext_factor": 1, "yarn_attn_factor": 1, "yarn_log_multiplier": 0}  # the only ones computed
 _LOOPED = "looped"  # a model_type of our own: a Llama with loop_layers, which the other families may have as well
 _HF_OUTER = ("tie_word_embeddings", "quantization_config")  # what stands beside a nested text_config
 _HF_ARCHITECTURES = {
@@ -65,7 +67,8 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     num_layers = _num_layers(fields, "num_hidden_layers")
     max_seq_len = fields.integer("max_position_embeddings")
     sphere, loop = (_dory_sphere(fields), _dory_loop(fields, num_layers)) if family == "dory" else (None, None)
-    theta, scaling, limit = _hf_rope(fields if sphere is None else _dory_rope(fields, _FULL, 1e7), max_seq_len)
+    turned = fields if sphere is None else _dory_rope(fields, _FULL, 1e7)
+    theta, scaling, limit = _hf_rope(turned, max_seq_len)
     head_dim = fields.integer("head_dim", _divide(hidden_size, num_heads, source))
     if family == "qwen3_5":
         window, layer_types = 0, _hf_every_nth(fields, num_layers, "linear_attention")
@@ -95,7 +98,7 @@ def config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         qk_norm=family in ("qwen3", "qwen3_5"),
         sliding_window=window,
         layer_types=layer_types,
-        rotary_dim=_hf_rotary_dim(fields, family, head_dim),
+        rotary_dim=_hf_rotary_dim(turned, family, head_dim),
         delta=_hf_delta(fields) if family == "qwen3_5" else None,
         loop=loop,
         sphere=sphere,
@@ -316,7 +319,8 @@ def _dory_rope(fields: _Fields, kind: str, theta: float) -> _Fields:
     if not isinstance(rope, Mapping):
         raise LoadError(f"{fields.source}: expected rope_parameters of each kind of layers, found {_short(raw)}")
     _Fields(rope, fields.source, f"rope_parameters.{kind}.").refuse_unless("rope_type", "default")
-    return _Fields({**fields.values, "rope_parameters": {"rope_theta": theta, **rope}}, fields.source)
+    rope = {"rope_theta": theta, **rope}
+    return _Fields({**fields.values, "rope_parameters": rope, "rope_scaling": None}, fields.source)
 
 
 def _dory_sphere(fields: _Fields) -> SphereConfig:
@@ -326,7 +330,7 @@ def _dory_sphere(fields: _Fields) -> SphereConfig:
 
 def _hf_rotary_dim(fields: _Fields, family: Family, head_dim: int) -> int:
     """Leading values of a head that are rotated, 0 for all: only the hybrids may rotate a part."""
-    rope = _Fields(fields.get("rope_parameters") or fields.get("rope_scaling") or {}, fields.source, "rope_scaling.")
+    rope = _rope_fields(fields)
     if family == "qwen3_5":
         return int(head_dim * rope.number("partial_rotary_factor", fields.number("partial_rotary_factor")))
     fields.refuse_unless("partial_rotary_factor", 1)
@@ -335,15 +339,14 @@ def _hf_rotary_dim(fields: _Fields, family: Family, head_dim: int) -> int:
 
 
 def _hf_rope(fields: _Fields, max_seq_len: int) -> tuple[float, RopeScaling, int]:
-    """theta, scaling and the number of positions; transformers 5 writes rope_parameters, 4 rope_scaling."""
-    raw = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(raw, Mapping):
-        raise LoadError(f"{fields.source}: expected an object for rope_parameters, found {raw!r}")
-    rope = _Fields(raw, fields.source, "rope_scaling.")
+    """theta, scaling and the number of positions."""
+    rope = _rope_fields(fields)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "none"):
         return theta, RopeScaling(), max_seq_len
+    if kind not in _ROPE_TYPES:
+        raise LoadError(f"{fields.source}: rope scaling must be one of {', '.join(_ROPE_TYPES)}, found {_short(kind)}")
     if kind == "dynamic":
         original = rope.integer("original_max_position_embeddings", max_seq_len)
         warnings.warn(
@@ -361,26 +364,52 @@ def _hf_rope(fields: _Fields, max_seq_len: int) -> tuple[float, RopeScaling, int
         scaling = RopeScaling(
             "llama3",
             factor,
-            rope.integer("original_max_position_embeddings"),
+            _original_length(fields, rope),
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
         )
         return theta, scaling, max_seq_len
-    if kind == "yarn":
-        original = rope.integer("original_max_position_embeddings", max_seq_len)
-        scaling = RopeScaling(
-            "yarn",
-            factor,
-            original,
-            beta_fast=rope.number("beta_fast", 32.0),
-            beta_slow=rope.number("beta_slow", 1.0),
-            attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
-            truncate=bool(rope.get("truncate", True)),
-        )
-        return theta, scaling, max(max_seq_len, _stretched(fields, scaling))
-    raise LoadError(
-        f"{fields.source}: rope scaling must be one of default, linear, llama3, yarn, dynamic, found {kind!r}"
+    scaling = RopeScaling(
+        "yarn",
+        factor,
+        _original_length(fields, rope, max_seq_len),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+        truncate=bool(rope.get("truncate", True)),
     )
+    return theta, scaling, max(max_seq_len, _stretched(fields, scaling))
+
+
+def _rope_fields(fields: _Fields) -> _Fields:
+    """The settings of the rotary embedding: transformers 5 writes them as rope_parameters, 4 as rope_scaling.
+
+    Of both, rope_scaling counts, as it does in transformers: it is what people add to a file to stretch its context.
+    """
+    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
+    raw = scaling or parameters or {}
+    if not isinstance(raw, Mapping):
+        raise LoadError(f"{fields.source}: expected an object for rope_parameters, found {_short(raw)}")
+    nested = [name for name, value in raw.items() if isinstance(value, Mapping)]
+    if nested:
+        raise LoadError(
+            f"{fields.source}: only one rotary embedding for all layers is supported in rope_parameters, "
+            f"found one for {_short(nested[0])}"
+        )
+    if scaling and isinstance(parameters, Mapping) and "rope_theta" not in {**fields.values, **raw}:
+        theta = parameters.get("rope_theta", 10000.0)
+        if theta != 10000.0:  # transformers goes back to its default here, and nobody means that
+            raise LoadError(
+                f"{fields.source}: rope_scaling replaces rope_parameters and so its rope_theta, {_short(theta)}; "
+                "expected a rope_theta in rope_scaling as well, or all of these settings in rope_parameters"
+            )
+    return _Fields(raw, fields.source, "rope_scaling.")
+
+
+def _original_length(fields: _Fields, rope: _Fields, default: int | None = None) -> int:
+    """Positions before any scaling; transformers prefers the number that stands outside of the rope settings."""
+    name = "original_max_position_embeddings"
+    return fields.integer(name) if fields.get(name) is not None else rope.integer(name, default)
 
 
 def _stretched(fields: _Fields, scaling: RopeScaling) -> int:
@@ -419,6 +448,8 @@ def _gguf_rope(fields: _Fields, factors: tuple[float, ...]) -> RopeScaling:
     if kind == "linear":
         return RopeScaling("linear", factor)
     if kind == "yarn":
+        for name, plain in _GGUF_YARN_PLAIN.items():
+            fields.refuse_unless(f"rope.scaling.{name}", plain)
         return RopeScaling(
             "yarn",
             factor,

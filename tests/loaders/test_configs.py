@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged.errors import LoadError
 from paged.models.config import ModelConfig, RopeScaling
+from paged.models.rotary import Rotary
 
 PEERS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = {
@@ -81,6 +86,33 @@ def test_both_notations_of_rope_scaling_are_read(notation: str, rope: dict | Non
     config = ModelConfig.from_hf(hf_config(**{notation: rope}))
     assert config.rope_scaling == expected
     assert config.max_seq_len == 128
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6, "outer": 32},
+        {"rope_parameters": None, "outer": 32},
+    ],
+)
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_of_two_places_for_one_rope_setting_that_of_transformers_counts(kind: str, changes: dict) -> None:
+    """A context is stretched by adding rope_scaling to a file that has rope_parameters already."""
+    rope = {**LLAMA3, "rope_type": kind, "original_max_position_embeddings": 64}
+    values = hf_config(**{k: v for k, v in changes.items() if k != "outer"}, rope_scaling=rope)
+    if "outer" in changes:
+        values["original_max_position_embeddings"] = changes["outer"]
+    config = ModelConfig.from_hf(values)
+    peer: Any = peer_of(deepcopy(values))
+    peer.standardize_rope_params()
+    theirs = peer.rope_parameters
+    assert config.rope_scaling.kind == theirs["rope_type"]
+    assert config.rope_scaling.original_max_seq_len == theirs["original_max_position_embeddings"]
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](peer, "cpu")
+    rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, config.max_seq_len)
+    np.testing.assert_allclose(rotary.frequencies, frequencies.numpy(), rtol=1e-6)
+    assert rotary.attention_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +186,11 @@ def test_biases_are_where_the_family_has_them(family: str, changes: dict, biases
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "positive number for rope_scaling.factor"),
         ({"rope_scaling": LLAMA3}, "rope_scaling.original_max_position_embeddings, found no such field"),
         ({"rope_scaling": [1]}, r"expected an object for rope_parameters, found \[1\]"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope scaling must be one of .*, found 'proportional'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+         "only one rotary embedding .* in rope_parameters, found one for 'full_attention'"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2}},
+         "rope_scaling replaces rope_parameters and so its rope_theta, 1000000.0"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["x", "y"]},
          r"got 2 with \['x', 'y'\]"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": 3}, "a list for"),
@@ -200,6 +237,11 @@ def test_any_json_gives_a_config_or_a_load_error(family: str, changes: dict) -> 
 
 
 TINY_CONFIG = ModelConfig.from_hf(hf_config())
+GGUF_YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 64,
+}
 SHAPES = {"token_embd.weight": (96, 192), "output.weight": (96, 192)}
 
 
@@ -247,6 +289,9 @@ def test_gguf_rope_scaling_is_read(keys: dict, expected: RopeScaling) -> None:
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, (), "found 'longrope'"),
         ({"llama.rope.scaling.factor": -2.0}, (), "number >= 0 for llama.rope.scaling.factor, found -2.0"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}, (), "context_length, found no"),
+        ({**GGUF_YARN, "llama.rope.scaling.yarn_attn_factor": 0.5}, (), "only 1 .* for .*attn_factor, found 0.5"),
+        ({**GGUF_YARN, "llama.rope.scaling.yarn_ext_factor": 0.0}, (), "only 1 .* for .*ext_factor, found 0.0"),
+        ({**GGUF_YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}, (), "only 0 .* for .*multiplier, found 0.1"),
         ({"llama.rope.scaling.factor": 2.0}, (1.0,) * 16, "rope_freqs.weight together with rope scaling"),
         ({}, (1.0,) * 3, "rope factors must be 16 positive numbers, got 3"),
         ({}, (0.0,) * 16, "rope factors must be 16 positive numbers"),
