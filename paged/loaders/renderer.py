@@ -97,6 +97,8 @@ class ChatRenderer:
             name = getattr(model, "name", "") or type(model).__name__
             missing = "chat template" if chat is None else "tokenizer"
             raise ValueError(f"a chat needs a model with a chat template and a tokenizer, and {name} has no {missing}")
+        if "continue_final_message" in variables:
+            raise TypeError("a chat continues no message, its marks end with whole ones; use ChatTemplate.encode")
         if not isinstance(system, str | None):
             raise TypeError(f"system must be a str or None, got {type(system).__name__}")
         self._chat = chat

@@ -139,6 +139,51 @@ def test_a_template_renders_as_transformers_renders_it(template: str, prompt: bo
     assert ours == theirs[0]
 
 
+@pytest.mark.parametrize("template", [PLAIN, WITH_BOS, TURNS.replace("m.content", "m.content | trim")])
+@pytest.mark.parametrize("content", ["Well", "Well, ", " Well\n", "", "a " + EOS])
+def test_the_last_message_is_left_open_as_transformers_leaves_it(template: str, content: str) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": content}]
+    ours = ChatTemplate(template, BOS, EOS).render(chat, continue_final_message=True)
+    theirs, _ = render_jinja_template(
+        [chat], chat_template=template, continue_final_message=True, bos_token=BOS, eos_token=EOS
+    )
+    assert ours == theirs[0]
+    assert chat[-1] == {"role": "assistant", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (PLAIN, []),
+        (PLAIN, [{"role": "assistant", "content": None}]),
+        (PLAIN, [{"role": "assistant", "content": [{"type": "text", "text": "x"}]}]),
+        ("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}", CHAT),
+        ("{{ messages[-1].content.split('are')[-1] }}", CHAT),
+    ],
+)
+def test_a_message_that_cannot_be_left_open_is_refused(template: str, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="continue"):
+        ChatTemplate(template).render(messages, continue_final_message=True)
+
+
+def test_what_is_left_open_is_encoded_so() -> None:
+    tokenizer, chat = tokenizer_of(True), ChatTemplate(WITH_BOS, BOS, EOS)
+    open_end = chat.encode(tokenizer, CHAT, continue_final_message=True).tolist()
+    assert open_end == tokenizer.encode(chat.render(CHAT, continue_final_message=True)).tolist()
+    assert open_end == chat.encode(tokenizer, CHAT, add_generation_prompt=False).tolist()[: len(open_end)]
+
+
+@pytest.mark.parametrize(("tools", "expected"), [(None, "plain Hi"), ([], "tools Hi"), (TOOLS, "tools Hi")])
+def test_a_template_of_its_own_renders_prompts_with_tools(tools: Any, expected: str) -> None:
+    say = " {{ messages[0].content }}"
+    assert ChatTemplate("plain" + say, tool_use="tools" + say).render(CHAT, tools) == expected
+
+
+def test_documents_are_none_where_there_are_none() -> None:
+    chat = ChatTemplate("{{ documents is none }}{{ documents }}")
+    assert (chat.render(CHAT), chat.render(CHAT, documents=[1])) == ("TrueNone", "False[1]")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.text(max_size=20)), max_size=4))
 def test_any_contents_are_rendered_verbatim(turns: list[tuple[str, str]]) -> None:
@@ -177,6 +222,9 @@ def test_whatever_a_template_does_is_one_clear_error(template: str, message: str
 def test_a_source_that_does_not_compile_is_a_load_error(source: Any) -> None:
     with pytest.raises(LoadError, match=r"^here: expected a Jinja chat template, found"):
         ChatTemplate(source, where="here")
+    if source is not None:
+        with pytest.raises(LoadError, match=r"^here: expected a Jinja chat template, found"):
+            ChatTemplate("fine", where="here", tool_use=source)
 
 
 def test_a_syntax_error_names_its_line() -> None:

@@ -644,6 +644,11 @@ def test_a_system_text_must_be_a_text() -> None:
         chat_of("bos", system=["Be brief."])  # type: ignore[arg-type]
 
 
+def test_a_chat_ends_with_whole_messages() -> None:
+    with pytest.raises(TypeError, match="a chat continues no message"):
+        chat_of("bos", continue_final_message=True)
+
+
 def test_an_empty_system_text_is_a_system_text() -> None:
     assert chat_of("bos", system="").messages == [{"role": "system", "content": ""}]
     assert chat_of("bos", system=None).messages == []
