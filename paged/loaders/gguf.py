@@ -144,7 +144,8 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
         bos, eos = ("", "") if tokenizer is None else (tokenizer.bos_token, tokenizer.eos_token)
-        chat = ChatTemplate(template, bos, eos, where=str(path))
+        tool_use = metadata.get("tokenizer.chat_template.tool_use")
+        chat = ChatTemplate(template, bos, eos, where=str(path), tool_use=tool_use)
     eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
     return Checkpoint(config, str(path), tensors, tokenizer, chat, eos_ids)
 

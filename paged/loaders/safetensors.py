@@ -93,7 +93,8 @@ def read_safetensors(folder: str | os.PathLike[str]) -> Checkpoint:
     """Open a Hugging Face folder; tensors are read when asked for.
 
     Read: config.json, model.safetensors or its index and shards, and where present generation_config.json,
-    tokenizer.json, tokenizer_config.json, chat_template.jinja. Raises LoadError for a file that is not there or
+    tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja and tool_use.jinja of
+    additional_chat_templates. Raises LoadError for a file that is not there or
     cannot be read, MissingTensor for a tensor that is not there or has another shape; warns of tensors that the
     model has no use for.
     """
@@ -115,6 +116,9 @@ def read_safetensors(folder: str | os.PathLike[str]) -> Checkpoint:
         )
     generation = _json(folder / "generation_config.json", required=False)
     tokenizer_settings = _json(folder / "tokenizer_config.json", required=False)
+    for name, token in _json(folder / "special_tokens_map.json", required=False).items():
+        if name in ("bos_token", "eos_token") and tokenizer_settings.get(name) is None:
+            tokenizer_settings[name] = token  # older folders name them there alone
     eos_ids = _ids(generation, folder / "generation_config.json")
     for values in (settings, settings.get("text_config")):
         eos_ids += _ids(values, folder / "config.json") if isinstance(values, dict) else []
@@ -189,22 +193,36 @@ def _ids(settings: Mapping[str, Any], path: Path) -> list[int]:
 
 
 def _template(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """chat_template.jinja, else `chat_template` of tokenizer_config.json: a text, or a list that names a "default"."""
+    """chat_template.jinja, else `chat_template` of tokenizer_config.json: a text, or a list that names a "default".
+
+    One that is named "tool_use", in the list or in a file of its own, is for prompts with tools.
+    """
     path, where = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if path.is_file():
-        where = path
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise LoadError(f"{path}: expected a chat template in UTF-8, found: {error}") from None
-    else:
-        source = settings.get("chat_template")
+    source, tool_use = settings.get("chat_template"), None
     if isinstance(source, list):
-        named = [
-            entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"
-        ]
-        source = named[-1] if named else None
+        named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source, tool_use = named.get("default"), named.get("tool_use")
+    if path.is_file():
+        where, source = path, _jinja(path)
+        more = folder / "additional_chat_templates" / "tool_use.jinja"
+        tool_use = _jinja(more) if more.is_file() else None
     if source is None:
         return None
-    bos, eos = ("", "") if tokenizer is None else (tokenizer.bos_token, tokenizer.eos_token)
-    return ChatTemplate(source, bos, eos, where=str(where))
+    # Not the tokenizer's first end token: generation_config.json may name others before the one that closes turns.
+    bos, eos = (_spelled(settings.get(name)) for name in ("bos_token", "eos_token"))
+    if tokenizer is not None:
+        bos, eos = bos or tokenizer.bos_token, eos or tokenizer.eos_token
+    return ChatTemplate(source, bos, eos, where=str(where), tool_use=tool_use)
+
+
+def _jinja(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path}: expected a chat template in UTF-8, found: {error}") from None
+
+
+def _spelled(token: Any) -> str:
+    """A token that settings name as text or as an object with `content`; "" for anything else."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else ""

@@ -152,13 +152,15 @@ def test_reading_a_tensor_needs_little_memory_beside_it(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_and_the_template_are_those_of_the_metadata(tmp_path: Path) -> None:
-    metadata = {**bpe_metadata(), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}
+    metadata = {**bpe_metadata(), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+                "tokenizer.chat_template.tool_use": "{{ tools }}"}  # fmt: skip
     config = config_of(vocab_size=390)
     checkpoint = read_gguf(write_gguf(tmp_path / "model.gguf", config, random_weights(config), metadata=metadata))
     assert checkpoint.tokenizer is not None
     assert checkpoint.chat is not None
     assert checkpoint.eos_token_ids == checkpoint.tokenizer.eos_ids == (2, 0)
     assert checkpoint.chat.render([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"
+    assert checkpoint.chat.render([], []) == "[]"
     assert checkpoint.tokenizer.decode(checkpoint.tokenizer.encode("naïve 🙂")) == "naïve 🙂"
 
 

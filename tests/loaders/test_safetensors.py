@@ -294,6 +294,46 @@ def test_the_template_comes_from_its_own_file_first(tmp_path: Path, template: An
     assert chat.render([]) == "file"
 
 
+def test_templates_have_the_end_token_of_the_tokenizer_not_the_first_of_the_model(tmp_path: Path) -> None:
+    """Llama 3.1 names the end of a text first, and closes turns with another token."""
+    settings = {"chat_template": "{{ eos_token }}", "eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}}
+    generation = {"eos_token_id": [0, 2]}
+    write_folder(tmp_path, hf_config(), weights_of(), tokenizer_config=settings, generation_config=generation)
+    (tmp_path / "tokenizer.json").write_text(train_bpe().to_str())
+    checkpoint = read_safetensors(tmp_path)
+    assert checkpoint.chat is not None
+    assert checkpoint.chat.render([]) == "<|im_end|>"
+    assert checkpoint.eos_token_ids == (0, 2)
+
+
+def test_tokens_that_only_the_special_tokens_map_names_are_known(tmp_path: Path) -> None:
+    settings = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<|im_start|>", "eos_token": None}
+    tokens = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}
+    write_folder(tmp_path, hf_config(), weights_of(), tokenizer_config=settings, special_tokens_map=tokens)
+    (tmp_path / "tokenizer.json").write_text(train_bpe().to_str())
+    checkpoint = read_safetensors(tmp_path)
+    assert checkpoint.chat is not None
+    assert checkpoint.chat.render([]) == "<|im_start|><|im_end|>"
+    assert checkpoint.eos_token_ids == (2,)
+
+
+def test_prompts_with_tools_have_the_template_that_is_named_for_them(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "listed {{ tools }}"}]
+    write_folder(tmp_path, hf_config(), weights_of(), tokenizer_config={"chat_template": templates})
+    chat = read_safetensors(tmp_path).chat
+    assert chat is not None
+    assert (chat.render([]), chat.render([], [{"x": 1}])) == ("plain", "listed [{'x': 1}]")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    chat = read_safetensors(tmp_path).chat
+    assert chat is not None
+    assert chat.render([], []) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("further {{ tools }}")
+    chat = read_safetensors(tmp_path).chat
+    assert chat is not None
+    assert (chat.render([]), chat.render([], [])) == ("file", "further []")
+
+
 def test_no_flipped_byte_of_any_file_does_worse_than_a_load_error(tmp_path: Path) -> None:
     sizes = {"hidden_size": 12, "head_dim": 2, "intermediate_size": 4, "num_hidden_layers": 1, "vocab_size": 390}
     settings = {"bos_token": "<|im_start|>", "chat_template": "{{ messages }}"}
