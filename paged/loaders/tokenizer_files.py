@@ -34,6 +34,7 @@ def tokenizer_from_folder(folder: Path, settings: Mapping[str, Any], eos_ids: It
         return None
     with _expected(f"{path}: expected a tokenizer that the tokenizers package reads"):
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    _add_missing(backend, settings.get("added_tokens_decoder"), path.with_name("tokenizer_config.json"))
     decoders = _decoder_parts(backend)
     alphabet = _byte_alphabet() if "ByteLevel" in decoders else None
     if alphabet is None and not {"ByteFallback", "Metaspace"} & set(decoders):
@@ -173,6 +174,25 @@ def _named_token(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], nam
     if token is None:
         warnings.warn(f"{path}: the {name} {text!r} of tokenizer_config.json is not in the vocabulary", stacklevel=4)
     return token
+
+
+def _add_missing(backend: tokenizers.Tokenizer, entries: Any, where: Path) -> None:
+    """Add the tokens that tokenizer_config.json names by id and tokenizer.json does not, as transformers does."""
+    if not isinstance(entries, Mapping):
+        return
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for index, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):  # by number
+        text = entry.get("content") if isinstance(entry, Mapping) else entry
+        if not isinstance(entry, Mapping) or not isinstance(text, str) or not text:
+            raise LoadError(f"{where}: expected an object with a content in added_tokens_decoder, found {entry!r:.80}")
+        if text in known:
+            continue
+        with _expected(f"{where}: expected tokens in added_tokens_decoder"):
+            backend.add_tokens([AddedToken(text, **{name: bool(entry[name]) for name in flags if name in entry})])
+            found = backend.token_to_id(text)
+        if str(found) != index:
+            warnings.warn(f"{where}: {text!r} should have id {index}; tokenizer.json leaves it {found}", stacklevel=4)
 
 
 def _list(
