@@ -42,13 +42,13 @@ def tokenizer_from_folder(folder: Path, settings: Mapping[str, Any], eos_ids: It
             f"{path}: expected a byte-level BPE or a SentencePiece BPE with byte fallback, "
             f"found the decoder {', '.join(decoders) or 'none'}"
         )
+    bos_id = _named_token(backend, settings, "bos_token", path)
+    eos_id = _named_token(backend, settings, "eos_token", path)
     added = backend.get_added_tokens_decoder()
     special = {token: entry.content for token, entry in added.items() if entry.special}
     vocab = {token: text for text, token in backend.get_vocab(with_added_tokens=False).items()}
     pieces = {token: _piece_bytes(text, alphabet) for token, text in vocab.items()}
     pieces.update({token: entry.content.encode() for token, entry in added.items()})
-    bos_id = _named_token(backend, settings, "bos_token", path)
-    eos_id = _named_token(backend, settings, "eos_token", path)
     first = backend.encode("", add_special_tokens=True).ids[:1]
     if bos_id is None and first and first[0] in special and first[0] != eos_id:
         bos_id = first[0]
@@ -161,7 +161,10 @@ def _decoder_parts(backend: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
 
 
 def _named_token(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], name: str, path: Path) -> int | None:
-    """Id of the token that tokenizer_config.json names, as text or as an object with `content`."""
+    """Id of the token that tokenizer_config.json names, as text or as an object with `content`.
+
+    It is a control token from then on, if tokenizer.json has it as an ordinary one.
+    """
     text = settings.get(name)
     if isinstance(text, Mapping):
         text = text.get("content")
@@ -173,6 +176,8 @@ def _named_token(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], nam
         token = None
     if token is None:
         warnings.warn(f"{path}: the {name} {text!r} of tokenizer_config.json is not in the vocabulary", stacklevel=4)
+    elif not ((known := backend.get_added_tokens_decoder().get(token)) and known.special):
+        backend.add_special_tokens([AddedToken(str(text), normalized=False)])
     return token
 
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaders.builders import CORPUS, SPECIAL, bpe_metadata, train_bpe
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from paged.errors import InvalidRequest, LoadError
 from paged.loaders.pretokenizers import PRE_TOKENIZERS
@@ -390,26 +389,6 @@ def test_no_vocabulary_means_no_tokenizer(model: str | None) -> None:
 
 def test_a_folder_without_tokenizer_json_has_no_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_from_folder(tmp_path, {}, ()) is None
-
-
-def test_tokens_that_only_the_settings_add_are_tokens_as_transformers_has_it(tmp_path: Path) -> None:
-    backend = train_bpe()
-    first = backend.get_vocab_size()
-    entries = {
-        str(first + 1): {"content": "<b>", "special": False, "normalized": False},
-        str(first): {"content": "<a>", "special": True},
-        "2": {"content": SPECIAL[2], "special": True},
-    }
-    tokenizer = from_folder(tmp_path, backend, added_tokens_decoder=entries)
-    peer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"),
-        added_tokens_decoder={int(index): AddedToken(**entry) for index, entry in entries.items()},
-    )
-    for text in ("x<a>y<b> z", "<b><a>", SPECIAL[2]):
-        ids = tokenizer.encode(text).tolist()
-        assert ids == peer(text)["input_ids"]
-        assert tokenizer.decode(ids) == peer.decode(ids, skip_special_tokens=True)
-    assert (tokenizer.vocab_size, tokenizer.decode([first, first + 1])) == (first + 2, "<b>")
 
 
 def test_an_added_token_of_another_id_is_warned_of_and_none_is_refused(tmp_path: Path) -> None:

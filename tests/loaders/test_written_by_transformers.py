@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from loaders.builders import CORPUS, SPECIAL, hf_config, train_bpe
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 
 from paged.loaders.open import open_checkpoint
+from paged.loaders.tokenizer_files import tokenizer_from_folder
 from paged.models.config import ModelConfig
 
 pytestmark = pytest.mark.filterwarnings("error:.*ignored:UserWarning")
@@ -90,6 +92,41 @@ def test_a_saved_tokenizer_and_its_template_give_the_same_ids(tmp_path: Path, ad
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
     assert chat.render(messages) == peer.apply_chat_template(messages, tokenize=False)
     assert chat.encode(tokenizer, messages).tolist() == peer.apply_chat_template(messages)["input_ids"]
+
+
+def from_folder(folder: Path, backend: Tokenizer, **settings: Any) -> Any:
+    (folder / "tokenizer.json").write_text(backend.to_str())
+    return tokenizer_from_folder(folder, settings, ())
+
+
+def test_tokens_that_only_the_settings_add_are_tokens_as_transformers_has_it(tmp_path: Path) -> None:
+    backend = train_bpe()
+    first = backend.get_vocab_size()
+    entries = {
+        str(first + 1): {"content": "<b>", "special": False, "normalized": False},
+        str(first): {"content": "<a>", "special": True},
+        "2": {"content": SPECIAL[2], "special": True},
+    }
+    tokenizer = from_folder(tmp_path, backend, added_tokens_decoder=entries)
+    peer = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        added_tokens_decoder={int(index): AddedToken(**entry) for index, entry in entries.items()},
+    )
+    for text in ("x<a>y<b> z", "<b><a>", SPECIAL[2]):
+        ids = tokenizer.encode(text).tolist()
+        assert ids == peer(text)["input_ids"]
+        assert tokenizer.decode(ids) == peer.decode(ids, skip_special_tokens=True)
+    assert (tokenizer.vocab_size, tokenizer.decode([first, first + 1])) == (first + 2, "<b>")
+
+
+def test_a_named_end_token_is_a_control_token_as_transformers_has_it(tmp_path: Path) -> None:
+    tokenizer = from_folder(tmp_path, train_bpe(), eos_token="nd")
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="nd")
+    for text in ("sand and hand", "nd", "the dog"):
+        ids = tokenizer.encode(text).tolist()
+        assert ids == peer(text)["input_ids"]
+        assert tokenizer.decode(ids) == peer.decode(ids, skip_special_tokens=True)
+    assert tokenizer.token_bytes(tokenizer.eos_ids[0]) == b""
 
 
 def test_links_are_followed_as_download_caches_lay_them(tmp_path: Path) -> None:
