@@ -23,7 +23,7 @@ def displaced(admission: Admission, wanted: Int32) -> list[Request]:
     state, config, placer, quotas = admission.state, admission.config, admission.placer, admission.quotas
     policy, pool = admission.waiting.policy, admission.state.pool
     closed, starting = quotas.full(), dict[str, list[Request]]()  # by namespace
-    gone = state.running[:0]
+    gone = kept = state.running[:0]  # slots that go, and ids of pages that those who start instead attach
     placer.reserve.begin()
     slots_left = state.num_free
     rows_left = config.max_num_batched_tokens - int(wanted[state.running].sum())
@@ -38,24 +38,28 @@ def displaced(admission: Admission, wanted: Int32) -> list[Request]:
             continue
         if placer.awaits(request):
             continue
-        matched, pages = placer.demand(request)
-        pages += placer.reserve.growth(request)
-        freed = freed_pages(state, np.concatenate([gone, candidates]))[len(gone) :]
+        demand = placer.demand(request)
+        pages = demand.num_pages + placer.reserve.growth(request)
+        attached = np.concatenate([kept, demand.attached])
+        leaving = np.concatenate([gone, candidates])
+        freed = freed_pages(state, leaving, attached)
+        freed[1:] += np.cumsum(placer.reserve.of_each(leaving))  # nobody keeps these for them any more
+        freed = freed[len(gone) :]
         rows = np.concatenate([[0], np.cumsum(wanted[candidates])])
         fits = (slots_left + np.arange(len(rows)) > 0) & (rows_left + rows > 0) & (pages_left + freed >= pages)
         if not fits.any():
             break
         n = int(fits.argmax())
-        gone = np.concatenate([gone, candidates[:n]])
+        gone, kept = np.concatenate([gone, candidates[:n]]), attached
         before.append(request)
         slots_left += n - 1
-        rows_left = max(0, rows_left + int(rows[n]) - (len(request.known) - matched))
+        rows_left = max(0, rows_left + int(rows[n]) - (len(request.known) - demand.matched))
         pages_left -= pages
     return [admission.request_at(slot) for slot in gone.tolist()]
 
 
-def freed_pages(state: Slots, slots: Int32) -> Int64:
-    """Pages that are nobody's any more once the first n of `slots` have gone, int64 [len(slots) + 1]."""
+def freed_pages(state: Slots, slots: Int32, kept: Int32) -> Int64:
+    """Pages, but those `kept`, that are nobody's any more once the first n of `slots` have gone, [len(slots) + 1]."""
     pool, pages = state.pool, [state.page_ids(slot) for slot in slots.tolist()]
     owner = np.repeat(np.arange(len(slots)), [len(ids) for ids in pages])
     ids = np.concatenate([np.zeros(0, np.int32), *pages])
@@ -64,5 +68,5 @@ def freed_pages(state: Slots, slots: Int32) -> Int64:
     last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]
     holders = np.diff(np.flatnonzero(last), prepend=-1)
     ids, owner = ids[last], owner[last]
-    alone = holders == pool.refs[ids] - pool.held[ids]
+    alone = (holders == pool.refs[ids] - pool.held[ids]) & ~np.isin(ids, kept)
     return np.concatenate([[0], np.cumsum(np.bincount(owner[alone], minlength=len(slots)))])

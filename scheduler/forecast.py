@@ -78,7 +78,8 @@ def forecast(scheduler: Scheduler, request: Request, reason: str = "") -> Foreca
     scheduler.stamp(request)
     request.known = request.prompt
     placer.reserve.begin()
-    matched, pages = placer.demand(request)
+    demand = placer.demand(request)
+    pages = demand.num_pages
     available = scheduler.pool.num_available
     if state.num_running:
         pages += placer.reserve.growth(request)
@@ -87,7 +88,7 @@ def forecast(scheduler: Scheduler, request: Request, reason: str = "") -> Foreca
     steps = None if reason else _wait(scheduler, request, pages - available, ahead)
     pace = scheduler.pace.step_s
     seconds = None if steps is None or (pace is None and steps) else steps * (pace or 0.0)
-    return Forecast(request.num_prompt, matched, pages, available, ahead, steps, seconds, reason)
+    return Forecast(request.num_prompt, demand.matched, pages, available, ahead, steps, seconds, reason)
 
 
 def _wait(scheduler: Scheduler, request: Request, pages_short: int, ahead: int) -> int | None:

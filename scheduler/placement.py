@@ -33,6 +33,18 @@ class Placement:
     snapshot: StateSnapshot | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a waiting request would take now: `num_pages` of those to be had, behind `matched` tokens that are attached.
+
+    `attached` are the ids of the cached pages among them, int32 [n].
+    """
+
+    matched: int
+    num_pages: int
+    attached: Int32
+
+
 class Placer:
     """Takes pages for one request: those that are cached, or computed in this very step, and fresh ones for the rest.
 
@@ -74,27 +86,28 @@ class Placer:
         """Pages that an admission leaves free: the watermark, and what running requests may still take."""
         return int(self.config.watermark * self.pool.num_pages) + self.reserve.outstanding
 
-    def demand(self, request: Request) -> tuple[int, int]:
-        """Tokens that a waiting request would attach now, and the pages, of those to be had, that the rest would take.
+    def demand(self, request: Request) -> Demand:
+        """What a waiting request would attach now, and what the rest of it would take.
 
         Takes nothing, touches no entry; what others compute in this very step does not count.
         """
-        matched = idle = 0
-        cache = self.cache if request.cache else None
+        matched, attached = 0, np.zeros(0, np.int32)
+        size, cache = self.pool.page_size, self.cache if request.cache else None
         if self.checkpointer is not None and cache is not None:
             self._cursor(cache, request)
             found = self.checkpointer.find(request)
             if found is not None:
-                matched, idle = found.num_tokens, self.checkpointer.store.idle_pages(found)
+                matched, attached = found.num_tokens, found.pages[:, : found.num_tokens // size]
+                attached = attached[attached >= 0]
         elif cache is not None:
             cursor = self._cursor(cache, request)
             matched = cache.seek(cursor, request.readable)
-            idle = cache.idle_pages(cursor) if cursor.depth else 0
+            attached = cache.attachable(cursor) if cursor.depth else attached
         prefix = request.prefix
         if prefix is not None and matched < _position(prefix, request) and _reaches(prefix, request):
-            matched, idle = _position(prefix, request), 0
-        size = self.pool.page_size
-        return matched, (request.columns(size) - matched // size) * request.view.num_groups + idle
+            matched, attached = _position(prefix, request), np.zeros(0, np.int32)
+        fresh = (request.columns(size) - matched // size) * request.view.num_groups
+        return Demand(matched, fresh + self._idle(attached), attached)
 
     def next_page(self, request: Request) -> tuple[int, Hashable]:
         """Tokens that a waiting request would attach, and the key of the page behind them, if it is full."""
@@ -172,7 +185,11 @@ class Placer:
         assert cursor is not None
         columns = cursor.depth + (0 if offered is None else offered.shape[1])
         fresh = (request.columns(self.pool.page_size) - columns) * request.view.num_groups
-        return self.pool.num_available - fresh - spare - (cache.idle_pages(cursor) if cursor.depth else 0)
+        return self.pool.num_available - fresh - spare - (self._idle(cache.attachable(cursor)) if cursor.depth else 0)
+
+    def _idle(self, pages: Int32) -> int:
+        """How many of these only the cache holds: attaching them makes them live."""
+        return int(np.count_nonzero(self.pool.refs[pages] == 1))
 
     def _from_checkpoint(self, checkpointer: Checkpointer, request: Request, spare: int) -> Placement | None:
         store, pool, groups = checkpointer.store, self.pool, self.num_groups

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 
 import numpy as np
 
+from paged.kv.pages import Int64
 from scheduler.config import SchedulerConfig
 from scheduler.request import Int32, Request
 from scheduler.slots import Slots
@@ -85,15 +86,19 @@ class Reserve:
 
     def of_slots(self, slots: Int32) -> int:
         """Pages that running requests may still take. A group with a window gives back what it takes beyond that."""
+        return int(self.of_each(slots).sum())
+
+    def of_each(self, slots: Int32) -> Int64:
+        """The same for each of `slots`, int64 [len(slots)]."""
         if self.mode == "prompt" or not len(slots):
-            return 0
+            return np.zeros(len(slots), np.int64)
         state, size = self.state, self.state.pool.page_size
         more = np.maximum(-(-self._reach[slots] // size) - state.num_pages[slots], 0) * state.uses[:, slots]
         windows = state.windows[:, slots]
         if windows.any():
             room = -(-windows // size) + 1 - (state.num_pages[slots] - state.left[:, slots])
             more = np.where(windows > 0, np.clip(room, 0, more), more)
-        return int(more.sum())
+        return more.sum(axis=0).astype(np.int64)
 
     def started(self, request: Request) -> None:
         """The request was placed in its slot."""

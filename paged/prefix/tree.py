@@ -137,10 +137,10 @@ class PageTree:
         first = np.maximum(0, np.arange(depth + 1)[:, None] * size - windows + 1) // size
         return int(np.flatnonzero((last < np.where(windows > 0, first, 0)).all(axis=1))[-1])
 
-    def idle_pages(self, cursor: Cursor) -> int:
-        """Pages below the cursor that only the cache holds: attaching them makes them live. O(pages)."""
+    def attachable(self, cursor: Cursor) -> Int32:
+        """Ids of the pages that `take` would share, int32 [n]; those of one reference become live by it. O(pages)."""
         pages = self._columns(cursor)
-        return int(np.count_nonzero(self.pool.refs[pages[pages >= 0]] == 1))
+        return pages[pages >= 0]
 
     def take(self, cursor: Cursor) -> Int32:
         """Attach the pages that the cursor stands on: int32 [num_groups, pages], one reference to each taken.

@@ -230,6 +230,48 @@ def test_pages_that_others_hold_too_are_not_counted_as_won() -> None:
     d.expect_all_exact()
 
 
+@pytest.mark.parametrize("model", [EchoModel, EchoHybrid])
+@pytest.mark.parametrize(("extra", "goes"), [(18, []), (14, ["low"])])
+def test_pages_that_the_urgent_one_attaches_itself_are_not_counted_as_won(model, extra: int, goes: list[str]) -> None:
+    d = driver(12, 4, model=model())
+    opening = span(0, 16)
+    d.submit("low", [*opening, 50], 20, priority=5)  # five pages
+    d.submit("equal", [60] * 12, 20, priority=0)  # three, and it stays
+    d.step()
+    d.step()
+    d.submit("urgent", [*opening, *[70] * extra], 4, priority=0)  # four pages of `low`, and of 4 free ones 5 or 4
+    step = d.step()
+    assert [r.id for r in step.preempted] == goes
+    assert ("urgent" in d.running()) == bool(goes)
+    d.run()
+    d.expect_all_exact()
+
+
+def test_what_is_reserved_for_who_goes_is_won() -> None:
+    d = driver(20, 4, reserve="max_tokens")
+    d.submit("low", [1] * 8, 64, priority=5)  # two pages, and all others are reserved for it
+    d.step()
+    d.submit("urgent", [2] * 20, 20, priority=0)
+    step = d.step()
+    assert [r.id for r in step.preempted] == ["low"]
+    assert [r.id for r in step.admitted] == ["urgent"]
+    d.run()
+    d.expect_all_exact()
+
+
+def test_what_is_reserved_for_who_stays_is_not_won() -> None:
+    d = driver(20, 4, reserve="max_tokens")
+    d.submit("equal", [1] * 8, 40, priority=0)  # twelve pages when it ends
+    d.submit("low", [2] * 8, 16, priority=5)  # six
+    d.step()
+    d.submit("urgent", [3] * 20, 20, priority=0)  # ten: eight are to be had without `low`
+    d.step()
+    assert d.running() == ["equal", "low"]
+    d.run()
+    d.expect_all_exact()
+    assert not d.scheduler.stats.num_preemptions
+
+
 def test_on_a_shortage_the_worst_priority_yields_then_the_latest() -> None:
     d = driver(24, 4)
     for name, priority in (("a", 0), ("b", 2), ("c", 2), ("d", 1)):
