@@ -47,9 +47,13 @@ class Delivery:
     def add(self, samples: Samples) -> None:
         """Know a call by its id. DuplicateRequest while another one has it, or that of one of its samples."""
         for request in samples.requests:  # before any is queued, so that nobody hears of one that is not to run
-            if request.id in self.calls or request.id in self.live:
-                raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
+            self.require_new(request.id)
         self.calls[samples.id] = samples
+
+    def require_new(self, request_id: str) -> None:
+        """DuplicateRequest while a call, or one of its samples, has this id."""
+        if request_id in self.calls or request_id in self.live:
+            raise DuplicateRequest(f"a request with id {request_id!r} is still live; choose another id")
 
     def open(self, samples: Samples, index: int) -> Live:
         """Begin the record of a request that was just queued."""

@@ -11,6 +11,7 @@ from paged.errors import Closed, DuplicateRequest, PagedError, QueueFull
 from paged.sampling import SamplingParams
 from scheduler.intake import Prompt, make_request
 from scheduler.request import Request, RequestOptions
+from scheduler.samples import sample_id
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
@@ -54,17 +55,22 @@ def dry_run(engine: Engine, prompt: Prompt, params: SamplingParams | None, optio
         params, num_outputs = params.sample(0), params.n
     try:
         request = make_request(engine, "", prompt, params, options, new=False)
-        if options.get("request_id") is not None and request.id in scheduler.requests:
-            raise DuplicateRequest(f"a request with id {request.id!r} is still live; choose another id")
     except Closed:
         raise
     except (PagedError, ValueError) as error:
         return Forecast(reason=str(error))
-    try:
+    try:  # in the order in which submit finds them
         scheduler.require_room(num_outputs, num_outputs * request.num_prompt)
+        for i in range(num_outputs if options.get("request_id") is not None else 0):
+            engine.delivery.require_new(sample_id(request.id, i))
         reason = ""
     except QueueFull as error:
         reason = str(error)
+    except DuplicateRequest as error:
+        return Forecast(reason=str(error))
+    request.known = request.prompt
+    if engine.runner.has_first(request):  # submit gives it the token at once, whichever it is: it attaches the prompt
+        request.known = np.append(request.prompt, np.int32(0))
     try:
         return forecast(scheduler, request, reason)
     finally:
@@ -76,7 +82,6 @@ def forecast(scheduler: Scheduler, request: Request, reason: str = "") -> Foreca
     """What would become of a request that was checked but not queued. O(match + running log running)."""
     placer, state = scheduler.placer, scheduler.state
     scheduler.stamp(request)
-    request.known = request.prompt
     placer.reserve.begin()
     demand = placer.demand(request)
     pages = demand.num_pages

@@ -159,10 +159,8 @@ class Runner:
     def first_token(self, request: Request) -> int | None:
         """The first token of a request whose whole prompt is a prefix with logits; None for any other one."""
         prefix, params = request.prefix, request.params
-        if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
+        if prefix is None or not self.has_first(request):
             return None
-        if params.logprobs is not None or request.scores:
-            return None  # rows are computed again, so that there is one place that reports their probabilities
         try:
             return sample_one(
                 prefix.logits,
@@ -176,6 +174,15 @@ class Runner:
             )
         except BadLogits:
             return None  # the step that computes the row again fails this request alone
+
+    @staticmethod
+    def has_first(request: Request) -> bool:
+        """Whether a request gets its first token without a step."""
+        prefix = request.prefix
+        if prefix is None or prefix.num_tokens < request.num_prompt or not prefix.begins(request.view):
+            return False
+        # Where its probabilities are asked for, rows are computed again, so that there is one place that reports them.
+        return request.params.logprobs is None and not request.scores
 
     def deliver_first(self, live: Live, token: int) -> None:
         """Hand out a token that no step computed, and end the request if it ends with it."""

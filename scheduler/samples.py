@@ -58,18 +58,23 @@ class Samples:
             sink(event)
 
 
+def sample_id(name: str, i: int) -> str:
+    """The id of request i of the call `name`: `name`, `name/1`, `name/2` and so on."""
+    return f"{name}/{i}" if i else name
+
+
 def make_samples(
     engine: Engine, name: str, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
 ) -> Samples:
     """The requests of one call, checked in every way; `name` is its id unless the options have one.
 
-    The requests of n > 1 are named after it: `name`, `name/1`, `name/2` and so on.
+    The requests of n > 1 are named after it, see `sample_id`.
     """
     if not isinstance(params, SamplingParams) or params.n == 1:
         return Samples([make_request(engine, name, prompt, params, options)])
     tokens = engine.tokens_of(prompt)  # once for all
     requests = [make_request(engine, name, tokens, params.sample(0), options)]
     for i in range(1, params.n):
-        named = {**options, "request_id": f"{requests[0].id}/{i}"}
+        named = {**options, "request_id": sample_id(requests[0].id, i)}
         requests.append(make_request(engine, name, tokens, params.sample(i), cast(RequestOptions, named)))
     return Samples(requests)

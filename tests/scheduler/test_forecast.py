@@ -9,7 +9,7 @@ import pytest
 from byhand import span
 from fakes import EchoHybrid, EchoLooped, EchoModel
 
-from paged.errors import Closed, QueueFull
+from paged.errors import Closed, DuplicateRequest, QueueFull
 from paged.sampling import SamplingParams
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine
@@ -105,6 +105,16 @@ def test_a_prefix_handle_counts_as_matched() -> None:
         e.cache.release()
         assert e.admit([*span(0, 20), 5]).num_matched_tokens == 0
         assert e.admit([*span(0, 20), 5], prefix=prefix).num_matched_tokens == 20
+
+
+@pytest.mark.parametrize("model", [EchoModel, EchoHybrid])
+def test_a_prefix_handle_of_the_whole_prompt_counts_as_matched_to_its_last_token(model) -> None:
+    with engine(200, model()) as e:
+        prefix = e.build_prefix(span(0, 20))
+        told = e.admit(span(0, 20), greedy(4), prefix=prefix)
+        out = e.generate([span(0, 20)], greedy(4), prefix=prefix)[0]
+        assert told.num_matched_tokens == out.num_cached_tokens == 20
+        assert (told.num_prompt_tokens, told.pages_needed) == (20, 1)
 
 
 # Pages and waiting ------------------------------------------------------------------------------------------------
@@ -360,3 +370,36 @@ def test_by_longest_prefix_a_prompt_that_is_scored_does_not_go_by_what_it_will_n
         while e.has_work:
             ended += [event.request_id for event in e.step() if event.finished]
         assert ended == ["running", "first", "scored"]
+
+
+def refusal(e: Engine, params: SamplingParams, request_id: str) -> str:
+    """Why submit refuses; what admit says has to be the same."""
+    told = e.admit([1, 2], params, request_id=request_id)
+    with pytest.raises((DuplicateRequest, QueueFull)) as refused:
+        e.submit([1, 2], params, request_id=request_id)
+    assert told.reason == str(refused.value)
+    return told.reason
+
+
+def test_the_ids_of_all_samples_have_to_be_new() -> None:
+    with engine() as e:
+        e.submit([1, 2], greedy(8), request_id="a/1")
+        assert "'a/1' is still live" in refusal(e, SamplingParams(max_tokens=8, n=2), "a")
+        assert e.admit([1, 2], greedy(8), request_id="a").accepted
+        drain(e)
+
+
+def test_the_id_of_a_call_is_taken_until_its_last_sample_has_ended() -> None:
+    with engine() as e:
+        e.submit([1, 2], SamplingParams(max_tokens=8, n=2), request_id="a")
+        e.delivery.end(e.delivery.live["a"], "length")
+        assert "a" not in e.scheduler.requests
+        assert "'a' is still live" in refusal(e, greedy(8), "a")
+        drain(e)
+
+
+def test_of_two_reasons_it_tells_the_one_that_submit_finds_first() -> None:
+    with engine(max_queue_requests=1) as e:
+        e.submit([1, 2], greedy(8), request_id="a")
+        assert "max_queue_requests" in refusal(e, greedy(8), "a")
+        drain(e)
