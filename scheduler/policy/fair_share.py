@@ -26,7 +26,7 @@ class FairShare(Policy):
     each prompt token that is computed for it, `output_weight` for each token that it gets, divided by its weight.
     Cached tokens cost nothing, nor does recomputation after a preemption. A namespace that comes back with an empty
     queue is lifted to the least counter among those that wait (that of the last to wait, if none does): idling saves
-    nothing up.
+    nothing up. Of namespaces with the same counter the one whose request is oldest comes first.
 
     Bound: while two namespaces both keep requests waiting, and these fit, their counters differ by at most U = the
     charge of the longest prompt + that of what all slots together may generate. So a namespace waits at most until
@@ -75,6 +75,8 @@ class FairShare(Policy):
                 tenants.counters[i] = max(tenants.counters[i], tenants.counters[waiting].min())
             elif self._last >= 0:
                 tenants.counters[i] = max(tenants.counters[i], tenants.counters[self._last])
+            tenants.since[i] = request.arrival
+        tenants.since[i] = min(tenants.since[i], request.arrival)
         tenants.num_waiting[i] += 1
 
     def left(self, request: Request) -> None:
@@ -96,25 +98,42 @@ class FairShare(Policy):
         self.tenants.forget_idle(self._last)
 
     def walk(self, queue: WaitingQueue, closed: set[str]) -> Iterator[Request]:
-        """O(waiting namespaces) vectorised, then O(log) for each request: no more namespaces can come up than slots and
-        closed ones there are, and those that are passed by."""
+        """O(waiting namespaces) vectorised, then O(log) for each namespace and each request that comes up."""
         self._settle()
         tenants = self.tenants
-        waiting = np.flatnonzero(tenants.num_waiting)
-        most = 2 * len(self.state.known) + self.placer.config.lookahead + 1
-        if len(waiting) > most:
-            waiting = waiting[np.argpartition(tenants.counters[waiting], most)[:most]]
-        lanes = {i: queue.lanes[tenants.names[i]] for i in waiting.tolist()}
-        heap = [(0, float(tenants.counters[i]), lane.at(0).arrival, i) for i, lane in lanes.items()]
-        heapq.heapify(heap)
-        walks = {i: lane.walk(closed) for i, lane in lanes.items()}
-        while heap:
+        order = iter(self._in_order())
+        walks: dict[int, Iterator[Request]] = {}
+        heap: list[tuple[int, float, int, int]] = []  # of the namespaces that have come up
+        following = next(order, None)
+        while True:
+            while following is not None:
+                i, key = following, (0, float(tenants.counters[following]), int(tenants.since[following]))
+                if heap and heap[0][:3] < key:
+                    break
+                lane = queue.lanes[tenants.names[i]]
+                tenants.since[i] = first = lane.at(0).arrival
+                heapq.heappush(heap, (*key[:2], first, i))
+                walks[i] = lane.walk(closed)
+                following = next(order, None)
+            if not heap:
+                return
             blocked, _, _, i = heapq.heappop(heap)
             request = next(walks[i], None)
             if request is not None:
                 yield request
                 blocked += request.state == RequestState.WAITING  # others come before the next of a lane that waits
                 heapq.heappush(heap, (blocked, float(tenants.counters[i]), request.arrival, i))
+
+    def _in_order(self) -> list[int]:
+        """The waiting namespaces, least counter first, of equals the one that has waited longest. No more are named
+        than can come up, slots, closed ones, and those that are passed by, and their equals."""
+        tenants = self.tenants
+        waiting = np.flatnonzero(tenants.num_waiting)
+        most = 2 * len(self.state.known) + self.placer.config.lookahead + 1
+        if len(waiting) > most:
+            counters = tenants.counters[waiting]
+            waiting = waiting[counters <= np.partition(counters, most)[most]]
+        return waiting[np.lexsort((tenants.since[waiting], tenants.counters[waiting]))].tolist()
 
     def _weight(self, namespace: str) -> float:
         return self.weights.get(namespace, self.default_weight)

@@ -17,6 +17,7 @@ class Tenants:
     weights      float64
     num_waiting  int64    requests in the queue
     num_live     int64    requests that wait or run
+    since        int64    no request that waits has arrived before: the arrival of the oldest, or of one before it
     """
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
@@ -29,6 +30,7 @@ class Tenants:
         self.weights = np.ones(0)
         self.num_waiting = np.zeros(0, np.int64)
         self.num_live = np.zeros(0, np.int64)
+        self.since = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -67,3 +69,4 @@ class Tenants:
         self.weights = np.append(self.weights, np.ones(more))
         self.num_waiting = np.append(self.num_waiting, np.zeros(more, np.int64))
         self.num_live = np.append(self.num_live, np.zeros(more, np.int64))
+        self.since = np.append(self.since, np.zeros(more, np.int64))

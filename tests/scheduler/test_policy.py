@@ -10,6 +10,7 @@ from byhand import span
 from driver import Driver
 from fakes import EchoHybrid, EchoModel
 
+from scheduler.lane import Lane
 from scheduler.policy import POLICIES, Deadline, FairShare, LongestPrefix, ShortestRemaining, get_policy
 from scheduler.policy.tenants import KEPT, Tenants
 
@@ -416,6 +417,35 @@ def test_a_request_that_does_not_fit_holds_up_its_own_namespace_before_others() 
     d.submit("behind", [3], 4, "a")
     d.submit("other", [4], 4, "b")
     assert [r.id for r in d.step().admitted] == ["other", "behind"]
+
+
+@pytest.mark.parametrize("num_waiting", [5, 1000])
+def test_of_namespaces_that_were_served_alike_the_first_to_come_starts_first(num_waiting: int) -> None:
+    d = driver("fair_share", max_num_seqs=1, cache=False, lookahead=2)
+    d.scheduler.check = lambda: None
+    order = []
+    for i in range(num_waiting + 30):
+        d.submit(f"r{i}", [1] * 5, 1, f"user{i}")
+        if i >= num_waiting:
+            order += [int(request.id[1:]) for request in d.step().admitted]
+    assert order == [*range(30)]
+
+
+def test_a_pass_opens_no_more_namespaces_than_may_start() -> None:
+    d = driver("fair_share", max_num_seqs=4, cache=False)
+    for i in range(300):
+        d.submit(f"r{i}", [1] * 5, 1, f"user{i}")
+    opened, walk = [], Lane.walk
+
+    def counted(lane: Lane, closed: set[str]):
+        opened.append(lane.name)
+        return walk(lane, closed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "walk", counted)
+        d.step()
+    assert opened == [f"user{i}" for i in range(len(opened))]
+    assert len(opened) <= 6
 
 
 def test_thousands_of_idle_namespaces_are_forgotten() -> None:
