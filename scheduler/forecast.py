@@ -26,7 +26,8 @@ class Forecast:
     num_matched_tokens  of these, attached instead of computed, if it started now
     pages_needed        pages that it would take of those to be had, with what is reserved for its output
     pages_available     pages that an admission may take now
-    num_ahead           waiting requests that would start before it
+    num_ahead           waiting requests that would start before it, as the policy sees things now; an estimate under
+                        "fair_share", since what the others will be charged is not known
     wait_steps          steps until it starts, estimated from what runs and what waits; 0: in the next one; None where
                         it cannot be said, or it would be refused
     wait_s              the same in seconds, at the pace of the latest steps; None before the first step
@@ -89,7 +90,7 @@ def forecast(scheduler: Scheduler, request: Request, reason: str = "") -> Foreca
     if state.num_running:
         pages += placer.reserve.growth(request)
         available = max(0, available - placer.spare)
-    ahead = scheduler.waiting.num_before(request)
+    ahead = scheduler.policy.num_before(request, scheduler.waiting)
     steps = None if reason else _wait(scheduler, request, pages - available, ahead)
     pace = scheduler.pace.step_s
     seconds = None if steps is None or (pace is None and steps) else steps * (pace or 0.0)

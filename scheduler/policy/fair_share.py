@@ -70,11 +70,7 @@ class FairShare(Policy):
         tenants.num_live[i] += 1
         if not tenants.num_waiting[i]:
             self._settle()
-            waiting = np.flatnonzero(tenants.num_waiting)
-            if len(waiting):
-                tenants.counters[i] = max(tenants.counters[i], tenants.counters[waiting].min())
-            elif self._last >= 0:
-                tenants.counters[i] = max(tenants.counters[i], tenants.counters[self._last])
+            tenants.counters[i] = self._lifted(float(tenants.counters[i]))
             tenants.since[i] = request.arrival
         tenants.since[i] = min(tenants.since[i], request.arrival)
         tenants.num_waiting[i] += 1
@@ -123,6 +119,27 @@ class FairShare(Policy):
                 yield request
                 blocked += request.state == RequestState.WAITING  # others come before the next of a lane that waits
                 heapq.heappush(heap, (blocked, float(tenants.counters[i]), request.arrival, i))
+
+    def num_before(self, request: Request, queue: WaitingQueue) -> int:
+        """An estimate: each request is taken to be charged what this one may be. O(waiting namespaces) vectorised."""
+        self._settle()
+        tenants, mine = self.tenants, queue.lanes.get(request.namespace)
+        num_mine = 0 if mine is None else len(mine.items)
+        charge = request.num_prompt + self.output_weight * (request.limit - request.num_prompt)
+        at = tenants.value(request.namespace) if num_mine else self._lifted(tenants.value(request.namespace))
+        at += num_mine * charge / self._weight(request.namespace)
+        others = np.flatnonzero(tenants.num_waiting)
+        others = others[others != tenants.index(request.namespace)]
+        turns = np.floor((at - tenants.counters[others]) * tenants.weights[others] / charge) + 1  # equals came before
+        return num_mine + int(np.minimum(np.maximum(turns, 0), tenants.num_waiting[others]).sum())
+
+    def _lifted(self, counter: float) -> float:
+        """The counter of a namespace that comes back with an empty queue."""
+        tenants = self.tenants
+        waiting = np.flatnonzero(tenants.num_waiting)
+        if len(waiting):
+            return max(counter, float(tenants.counters[waiting].min()))
+        return max(counter, float(tenants.counters[self._last])) if self._last >= 0 else counter
 
     def _in_order(self) -> list[int]:
         """The waiting namespaces, least counter first, of equals the one that has waited longest. No more are named

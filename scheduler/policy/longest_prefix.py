@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -62,12 +62,18 @@ class LongestPrefix(Policy):
         for request in list(islice(self._known, LOOKUPS)):
             self._known[request] = self.placer.next_page(request)
             self._known.move_to_end(request)
-        for request in self._in_order():
+        for request in self._in_order(self._known):
             if request.namespace not in closed:
                 yield request
 
-    def _in_order(self) -> list[Request]:
-        known, now = self._known, self.stats.num_steps
+    def num_before(self, request: Request, queue: WaitingQueue) -> int:
+        """O(waiting log waiting), of at most 128."""
+        if len(queue) >= MOST:
+            return super().num_before(request, queue)
+        return self._in_order({**self._known, request: self.placer.next_page(request)}).index(request)
+
+    def _in_order(self, known: Mapping[Request, tuple[int, Hashable]]) -> list[Request]:
+        now = self.stats.num_steps
         late = [request for request in known if now - request.arrival_step >= self.patience]
         late.sort(key=lambda request: request.arrival)
         rest = [request for request in known if now - request.arrival_step < self.patience]

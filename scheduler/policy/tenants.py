@@ -51,6 +51,10 @@ class Tenants:
         i = self._index.get(namespace)
         return 0.0 if i is None else float(self.counters[i])
 
+    def index(self, namespace: str) -> int:
+        """The index of a namespace; -1 for one that is not known."""
+        return self._index.get(namespace, -1)
+
     def forget_idle(self, keep: int) -> None:
         """Forget idle namespaces but index `keep`, if it is time. O(1) amortised."""
         if len(self._index) <= self._most:

@@ -147,6 +147,50 @@ def test_what_is_reserved_is_needed_and_what_others_reserve_is_not_available(res
         drain(e)
 
 
+def started_before(e: Engine, request_id: str) -> int:
+    """How many of those that wait now start before the one that was submitted last."""
+    others = {request.id for request in e.scheduler.waiting} - {request_id}
+    before: set[str] = set()
+    while e.scheduler.requests[request_id].slot < 0:
+        e.step()
+        before |= {name for name in others if name not in e.scheduler.requests or e.scheduler.requests[name].slot >= 0}
+    return len(before)
+
+
+def test_the_flood_of_another_tenant_is_not_ahead_of_who_gets_its_share() -> None:
+    with engine(policy="fair_share", max_num_seqs=1) as e:
+        for i in range(30):
+            e.submit([i] * 8, greedy(8), namespace="flood")
+        for _ in range(20):
+            e.step()
+        told = e.admit([40] * 8, greedy(8), namespace="other")
+        assert told.num_ahead <= 1
+        assert told.wait_steps is not None and told.wait_steps <= 16
+        assert e.admit([40] * 8, greedy(8), namespace="flood").num_ahead == len(e.scheduler.waiting)
+        assert started_before(e, e.submit([40] * 8, greedy(8), namespace="other")) <= told.num_ahead
+        for _ in range(2):  # its own go before it, and about as many of the flood
+            e.submit([41] * 8, greedy(8), namespace="other")
+        told = e.admit([40] * 8, greedy(8), namespace="other")
+        assert 4 <= told.num_ahead <= 5
+        late = e.submit([40] * 8, greedy(8), namespace="other")
+        assert abs(started_before(e, late) - told.num_ahead) <= 1
+        drain(e)
+
+
+@pytest.mark.parametrize("waiting", [30, 140])
+def test_the_longest_prefix_is_ahead_of_all_that_match_less_but_in_a_long_queue(waiting: int) -> None:
+    with engine(200, policy="longest_prefix", max_num_seqs=1) as e:
+        e.generate([span(0, 30)], greedy(1))
+        for i in range(waiting):
+            e.submit([i % 97] * 8, greedy(2))
+        told = e.admit(span(0, 30), greedy(2))
+        late = e.submit(span(0, 30), greedy(2))
+        assert told.num_ahead == (0 if waiting == 30 else 140)
+        if waiting == 30:
+            assert started_before(e, late) == 0
+        drain(e)
+
+
 def test_a_full_running_set_is_waited_for() -> None:
     with engine(max_num_seqs=2) as e:
         e.submit([1] * 4, greedy(10))
