@@ -8,6 +8,7 @@ import numpy as np
 
 from paged.kv.pages import Int64
 from scheduler.admission import Admission
+from scheduler.chunking import NO_CAP
 from scheduler.request import Int32, Request
 from scheduler.slots import Slots
 
@@ -53,7 +54,8 @@ def displaced(admission: Admission, wanted: Int32) -> list[Request]:
         gone, kept = np.concatenate([gone, candidates[:n]]), attached
         before.append(request)
         slots_left += n - 1
-        rows_left = max(0, rows_left + int(rows[n]) - (len(request.known) - demand.matched))
+        takes = min(len(request.known) - demand.matched, config.max_chunk_tokens or NO_CAP)
+        rows_left += int(rows[n]) - takes  # below 0: whatever others give up is for this one
         pages_left -= pages
     return [admission.request_at(slot) for slot in gone.tolist()]
 

@@ -314,6 +314,21 @@ def test_an_urgent_request_starts_beside_a_prefill_that_takes_every_row() -> Non
     assert d.scheduler.stats.computed_tokens <= 300 + 1 + 6 + 7 + 4  # less than a page was computed twice
 
 
+@pytest.mark.parametrize(("chunk", "starts"), [(0, ["urgent"]), (4, ["urgent", "second"])])
+def test_nobody_goes_for_rows_that_an_urgent_one_before_takes(chunk: int, starts: list[str]) -> None:
+    d = driver(200, 4, max_num_batched_tokens=16, max_num_seqs=8, max_chunk_tokens=chunk)
+    for i in range(3):
+        d.submit(f"low{i}", [i + 1] * 4, 40, priority=5)
+    d.step()
+    d.submit("urgent", [60] * 50, 4, priority=0)
+    d.submit("second", [70] * 4, 4, priority=0)
+    step = d.step()
+    assert [r.id for r in step.admitted] == starts
+    assert not step.preempted
+    d.run()
+    d.expect_all_exact()
+
+
 def test_rows_go_to_the_most_urgent_prefill_first() -> None:
     d = driver(200, 4, max_num_batched_tokens=16, max_num_seqs=4)
     d.submit("long", [1] * 100, 2, priority=5)
