@@ -72,10 +72,10 @@ def who_was_pushed_out_pushes_back(patch: Patch) -> None:
 def patience_has_no_end(patch: Patch) -> None:
     real = LongestPrefix._in_order
 
-    def in_order(self: LongestPrefix):
+    def in_order(self: LongestPrefix, known):
         patience, self.patience = self.patience, 10**9
         try:
-            return real(self)
+            return real(self, known)
         finally:
             self.patience = patience
 
