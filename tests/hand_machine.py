@@ -372,6 +372,8 @@ class HandMachine(RuleBasedStateMachine):
         with_cursor = [session for session in self.sessions if session.id in self.cursors]
         session = with_cursor[n % len(with_cursor)]
         cursor, alive = self.cursors[session.id]
+        if any(self.windows) and not cursor.alive:
+            alive = False  # what its window has left was evicted down to the start: see PageTree.publish
         tokens = session.tokens.tolist()
         whole = len(tokens) // self.size
         new = self.whole_pages(session, tokens) - self.cached if alive else set()

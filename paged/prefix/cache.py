@@ -226,7 +226,7 @@ class PrefixCache(PageTree):
         ValueError where nothing of it is cached. OutOfPages where the budget `max_pinned_pages` does not allow it,
         after expired pins and those of lower priority have gone.
         """
-        history, view, size = as_tokens(tokens), self.spec.view(loops, cache_window), self.pool.page_size
+        history, view = as_tokens(tokens), self.spec.view(loops, cache_window)
         checkpoint = None
         require_text("preview", preview)
         if self.checkpoints is not None:
@@ -236,8 +236,7 @@ class PrefixCache(PageTree):
             covered = checkpoint.num_tokens if checkpoint is not None else 0
         else:
             cursor = self.cursor(namespace, view)
-            cursor.rows = 0
-            covered = self.whole(cursor, self.index.seek(cursor, history, len(history) // size)) * size
+            covered = self.index.seek(cursor, history, len(history) // self.pool.page_size) * self.pool.page_size
             pages = self.index.pages[cursor.nodes]
         if not covered:
             raise ValueError("nothing of these tokens is cached, so nothing can be pinned; insert them first")

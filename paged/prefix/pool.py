@@ -205,13 +205,7 @@ class PrefixPool:
             self._depths.clear()
 
     def _best(self, tokens: Int32, loops: int, cache_window: int, namespace: str) -> PrefixEntry | None:
-        """The longest entry of that depth; of a pool that shares depths also of a greater one. What was built with
-        weights that have changed since serves nobody any more, and goes."""
-        while (best := self._longest_of_depths(tokens, loops, cache_window, namespace)) and best.handle.outdated:
-            self._discard(best)
-        return best
-
-    def _longest_of_depths(self, tokens: Int32, loops: int, cache_window: int, namespace: str) -> PrefixEntry | None:
+        """The longest entry of that depth; of a pool that shares depths also of a greater one."""
         data = _order(tokens)
         best = self._longest(tokens, data, (namespace, loops, cache_window))
         if self.share_depths:

@@ -96,17 +96,11 @@ class PageTree:
         size = self.pool.page_size
         depth = self.index.seek(cursor, prompt, max(0, len(prompt) - 1) // size)
         self._look_below(cursor, prompt, exact)
-        if (whole := self.whole(cursor, depth)) < depth:
-            depth = whole
-            self._look_below(cursor, prompt, exact)
-        return depth * size + cursor.rows
-
-    def whole(self, cursor: Cursor, depth: int) -> int:
-        """Cut a cursor of `depth` pages where pages are gone that a query behind it sees; returns its depth then."""
         if depth and len(cursor.view.loose) and not self._has_pages(cursor, depth, cursor.rows):
             depth = self._deepest(cursor)
             cursor.cut(depth)
-        return depth
+            self._look_below(cursor, prompt, exact)
+        return depth * size + cursor.rows
 
     def _look_below(self, cursor: Cursor, prompt: Int32, exact: bool) -> None:
         cursor.rows = 0

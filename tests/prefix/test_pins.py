@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from byhand import Hand, expect_check_fails, span
-from fakes import EchoHybrid, EchoLooped
+from fakes import EchoHybrid
 
 from paged.errors import OutOfPages
 
@@ -219,17 +219,6 @@ def test_a_time_to_live_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="ttl_s must be above 0, or None for no end, got nan"):
         h.cache.pin(ONE, ttl_s=float("nan"))  # nothing is ever later than that: it would never end
     assert not len(h.cache.pins)
-
-
-def test_a_pin_at_a_depth_covers_what_is_cached_at_that_depth() -> None:
-    h = Hand(60, 4, kind=EchoLooped)
-    h.donate(ONE, loops=3)
-    h.donate(ONE[:4], loops=4)
-    assert h.cache.pin(ONE, loops=3).num_tokens == 8
-    assert h.cache.pin(ONE, loops=4).num_tokens == 4 == h.cache.match_len([*ONE, 1], loops=4)
-    with pytest.raises(ValueError, match="nothing of these tokens is cached"):
-        h.cache.pin(TWO, loops=4)
-    h.check()
 
 
 def test_a_preview_that_could_not_be_saved_is_refused_before_anything_is_kept() -> None:

@@ -278,18 +278,17 @@ def test_the_last_rows_of_who_attached_all_of_its_full_pages_are_told_too() -> N
 
 
 def test_who_is_pushed_out_and_starts_again_in_the_same_step_is_told_so_in_that_order() -> None:
-    config = SchedulerConfig(max_num_batched_tokens=13, max_chunk_tokens=1, policy="priority", reserve="expected")
-    model = EchoModel(max_seq_len=150, windows=(0, 7))
-    engine = Engine(model, page_size=2, num_pages=162, prefix_cache=False, config=config)
+    config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_chunk_tokens=8, policy="priority")
+    engine = Engine(EchoModel(), page_size=4, num_pages=200, config=config)
     events = heard(engine)
-    engine.submit([1], SamplingParams(max_tokens=None), request_id="a", priority=1)
+    for name in ("a", "b"):
+        engine.submit([1, 1, 1, 1], SamplingParams(max_tokens=40), request_id=name, priority=5, cache=False)
     engine.step()
+    for name in ("c", "d"):  # d wins a slot, and then waits for the pages of c
+        engine.submit([60] * 50, SamplingParams(max_tokens=4), request_id=name)
     engine.step()
-    engine.submit(span(0, 40), SamplingParams(max_tokens=1), request_id="b")
-    engine.submit(span(0, 11), SamplingParams(max_tokens=1), request_id="c")
-    engine.step()
-    assert engine.explain("a")["state"] == "running"
-    assert [type(event) for event in events if event.request_id == "a"] == [Admitted, Preempted, Admitted]
+    assert engine.explain("b")["state"] == "running"
+    assert [type(event) for event in events if event.request_id == "b"] == [Admitted, Preempted, Admitted]
 
 
 def test_who_was_admitted_for_a_step_that_was_called_off_is_told_as_admitted_once() -> None:
