@@ -97,8 +97,7 @@ class Placer:
             self._cursor(cache, request)
             found = self.checkpointer.find(request)
             if found is not None:
-                matched, attached = found.num_tokens, found.pages[:, : found.num_tokens // size]
-                attached = attached[attached >= 0]
+                matched, attached = found.num_tokens, self.checkpointer.store.attachable(found)
         elif cache is not None:
             cursor = self._cursor(cache, request)
             matched = cache.seek(cursor, request.readable)

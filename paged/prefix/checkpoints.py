@@ -259,11 +259,14 @@ class CheckpointStore:
         self.stats.checkpoint_hits += 1
         return pages
 
+    def attachable(self, checkpoint: Checkpoint) -> Int32:
+        """Ids of the pages that `attach` would share, int32 [n]. O(pages)."""
+        pages = checkpoint.pages[:, : checkpoint.num_tokens // self.pool.page_size]
+        return pages[pages >= 0]
+
     def idle_pages(self, checkpoint: Checkpoint) -> int:
-        """Pages that only the cache holds and that `attach` would share, which makes them live. O(pages)."""
-        whole = checkpoint.num_tokens // self.pool.page_size
-        pages = checkpoint.pages[:, :whole]
-        return int(np.count_nonzero(self.pool.refs[pages[pages >= 0]] == 1))
+        """Those of them that only the cache holds: sharing makes them live. O(pages)."""
+        return int(np.count_nonzero(self.pool.refs[self.attachable(checkpoint)] == 1))
 
     # Room -----------------------------------------------------------------------------------------------------
 
